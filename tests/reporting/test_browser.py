@@ -387,6 +387,19 @@ def test_what_a_run_lacks_is_said_beside_the_others(odd):
         assert odd.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
 
 
+def test_a_small_first_step_does_not_set_the_range(visit, tmp_path):
+    run = simulate.write(tmp_path / "run", "SGD", layers=LAYERS, steps=STEPS)
+    part = read_run(run).table.astype({"quantity": str})
+    part.loc[(part["quantity"] == "angle") & (part["step"] == 0), "value"] *= 1e-6
+    RunFiles(run).add("part", {name: part[name].tolist() for name in part.columns})
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "angle")
+    angles = [angle for line in lines(tab, "angle") for angle in line["y"]]
+    low, high = tab.evaluate("document.querySelector('#angle .plot').layout.yaxis.range")
+    assert min(angles) < 1e-6 * max(angles)
+    assert high - low < 4
+
+
 def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
     still = simulate.write(tmp_path / "still", "SGD", name="still", layers=LAYERS, steps=3)
     table = read_run(still).table

@@ -98,6 +98,7 @@ def test_a_bound_that_is_broken_is_said_so(tmp_path):
     RunFiles(folder).add("part", {**step, "value": [1.25]})
     _, text = data_of(report([folder], tmp_path / "page.html"))
     assert re.search(r'class="failed"><b>Adam</b>: above the bound; largest 1.25 at step 40 in conv2.weight', text)
+    assert text.count("shows absolute values, but only positive ones can pass the bound") == 1  # of H1
     assert text.count('class="held"') == 2  # H2 and the Taylor variable
 
 

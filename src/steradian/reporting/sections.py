@@ -146,6 +146,7 @@ class Figure:
     controls: tuple[str, ...] = ()  #: its own selectors
     paper: str = ""  #: the figure of the paper that it corresponds to, HTML
     bound: tuple[float, str] | None = None  #: a value that is drawn as a line, and its name
+    signed: bool = False  #: absolute values are drawn, but only positive ones can pass the bound
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,10 @@ def asset(name: str) -> str:
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
     """Texts in one line, lists as tuples."""
-    return {key: " ".join(of.split()) if isinstance(of, str) else tuple(of) for key, of in entry.items()}
+    return {
+        key: " ".join(of.split()) if isinstance(of, str) else tuple(of) if isinstance(of, list) else of
+        for key, of in entry.items()
+    }
 
 
 SECTIONS = tuple(
@@ -234,7 +238,8 @@ def bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[tuple[str, str, 
             word = f"{unknown}, below the bound otherwise" if held else f"{word}, and {unknown}"
             mark = "unsure" if held else mark
         where = f"{number(worst.value, 3)} at step {worst.step} in {worst.group}"
-        yield mark, run.name, f"{word}; largest {where}", worst.value
+        sign = "; the figure shows absolute values, but only positive ones can pass the bound" if figure.signed else ""
+        yield mark, run.name, f"{word}; largest {where}{sign}", worst.value
 
 
 def all_hold(section: Section, runs: Sequence[PageRun]) -> str:

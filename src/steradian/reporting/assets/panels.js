@@ -128,9 +128,11 @@ function logTicks(low, high, most = 7) {
   return { tickmode: "array", tickvals, ticktext };
 }
 
+const FEW_FIRST = 10;  // points up to which the first one counts for a range
 const LABEL = 46;  // pixels that the label of a jump takes
 
-// All panels over the same steps or the same time; logarithmic ranges leave out the last percent that runs off towards zero.
+// All panels over the same steps or the same time; logarithmic ranges leave out the last percent that runs off towards zero,
+// and below everything else the first step, which a warm-up can make smaller by orders of magnitude.
 function fit(traces, layout, bounds) {
   const timed = isTimed(), ends = (i) => shownRuns().map((run) => onAxis(run)(data.runs[run].steps.at(i)));
   let first = Math.min(...ends(0)), last = Math.max(...ends(-1));
@@ -154,10 +156,11 @@ function fit(traces, layout, bounds) {
   for (const name of axisNames(layout, "y")) {
     const axis = layout[name], own = traces.filter((each) => shared || each.yaxis === name.replace("axis", ""));
     if (axis.type !== "log") continue;
-    const values = own.flatMap((each) => each.y).sort((a, b) => a - b);
+    const sorted = (skipped) => own.flatMap((each) => (each.y.length > FEW_FIRST ? each.y.slice(skipped) : each.y)).sort((a, b) => a - b);
+    const values = sorted(1), highest = sorted(0).at(-1);
     if (!values.length) continue;
     const lowest = Math.max(values[0], values[Math.floor(0.01 * values.length)] / 30);
-    const low = Math.log10(Math.min(lowest, ...bounds)), high = Math.log10(Math.max(values.at(-1), ...bounds));
+    const low = Math.log10(Math.min(lowest, ...bounds)), high = Math.log10(Math.max(highest, ...bounds));
     const room = Math.max(0.05 * (high - low), 0.03);
     axis.range = [low - room, high + room];
     Object.assign(axis, logTicks(...axis.range));
