@@ -153,7 +153,8 @@ class Watch:
         if rank == 0 and notes:
             logger.warning("; ".join(notes))
         if rank == 0 and not watched:
-            why = "; ".join(notes) or "no optimizer steps a trainable parameter"
+            why = "; ".join(note.removeprefix("not watched: ") for note in notes)
+            why = why or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
         for argument, names in (("record_rows", given.record_rows), ("paths", paths or ())):
             unknown = [name for name in names if name not in self.names]
