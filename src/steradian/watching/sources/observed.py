@@ -6,7 +6,8 @@ state says: they are always observed from two points.
 
 From two points, radius, angle, update and radial share are those of the points. A reader only adds the rest. Those of
 torch and ours also tell the displacement of float32 and float64 weights, without the rounding of x − x'. A reader of
-somebody else's is compared with the points at every observed step.
+somebody else's is compared with the points at every observed step, but not in half precision: if the state is rounded,
+a right reading of a sign, as Lion's, may be off by a fifth.
 """
 
 import logging
@@ -88,7 +89,7 @@ class ObservedSource(Source):
         # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
         half = any(param.dtype.itemsize <= 2 for group in watched for param in group.params)
         self._reads_displacement = not half and not self.foreign
-        self._compares = self.foreign
+        self._compares = not half and self.foreign
         # A line search leaves the gradient of another point than the one that the step started from.
         self.searches = isinstance(optimizer, LBFGS)
         if self.searches:
@@ -212,8 +213,8 @@ class ObservedSource(Source):
         of_rows = [sums[name] for name in (*_COMPARED, "qq", "xx")]
         of_groups = [torch.stack([rows[:, group.span].sum(-1) for group in self.watched], dim=-1) for rows in of_rows]
         missed, predicted, moved, radius = (squares.sqrt() for squares in of_groups)
-        rounding = _ULPS * max(torch.finfo(param.dtype).eps for group in self.watched for param in group.params)
-        wrong = moved.isfinite() & ~(missed <= _AGREES * moved + rounding * radius)
+        eps = max(torch.finfo(param.dtype).eps for group in self.watched for param in group.params)
+        wrong = moved.isfinite() & ~(missed <= _AGREES * moved + _ULPS * eps * radius)
         first = wrong.any(-1).int().argmax(0, keepdim=True)
         verdict = torch.stack([wrong.to(self.dtype), missed / moved, predicted / moved]).index_select(1, first)[:, 0]
         self._verdict = torch.where(self._wrong, self._verdict, verdict)
