@@ -7,6 +7,7 @@ import torch
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, RMSprop, Rprop
 from torch.optim.lr_scheduler import ExponentialLR
 
+import steradian as st
 from steradian import scheme
 from steradian.scheme import Step, UnreadableOptimizerError, read_step
 
@@ -141,7 +142,7 @@ def test_an_unknown_optimizer_is_named(kind):
     with pytest.raises(UnreadableOptimizerError, match=rf"{kind.__name__}.*register.*observed_step") as error:
         read_step(optimizer, x)
     known = re.search(r"readable are (.*?)\.", str(error.value)).group(1).split(", ")
-    assert {"SGD", "Adam", "AdamG"} <= set(known)
+    assert {"SGD", "Adam", "AdamG", "Lion", "AdamWScheduleFree"} <= set(known)
     assert len(known) == len(set(known))
 
 
@@ -205,3 +206,17 @@ def test_an_unrecoverable_point_is_not_guessed():
     with pytest.raises(ValueError, match="pass before="):
         read_step(optimizer, x)
     torch.testing.assert_close(read_step(optimizer, x, before=before).a, x.grad + before)
+
+
+@pytest.mark.parametrize("kind", ["LionT", Adam([torch.nn.Parameter(torch.ones(2))]), int])
+def test_only_a_class_of_optimizers_can_be_registered(kind):
+    with pytest.raises(TypeError, match="class"):
+        scheme.register(kind)
+
+
+def test_a_subclass_of_ours_with_its_own_update_is_not_read_as_its_base():
+    class Mine(st.optim.Adam):
+        update = staticmethod(lambda rows, group: None)
+
+    with pytest.raises(UnreadableOptimizerError, match="Mine"):
+        scheme.reader_of(Mine([{"params": [parameter(((3.0, 4.0),), None)], "rows": "filter"}]))

@@ -1,6 +1,5 @@
 """Any optimizer read as the generic scheme x' = (1 − ηδ)x − η a ⊘ b, a = β a_prev + ∇L(x) + λx (Section 2.2)."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -113,7 +112,7 @@ class UnreadableOptimizerError(TypeError):
 def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
     """Decorator: this function reads the steps of this class of optimizer.
 
-    It also reads subclasses that keep the class's `step`.
+    It is called after a step and must not change what it gets. It also reads subclasses that keep the class's `step`.
 
     >>> class Halved(torch.optim.Optimizer):
     ...     "x' = x − η∇L(x)/2"
@@ -122,6 +121,8 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
     ...     gradient = taken.gradient()
     ...     return Step(a=gradient, b=torch.full_like(gradient, 2), lr=taken.setting("lr"))
     """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"kind must be a class of optimizers, not its name or an instance, got {kind!r}")
 
     def add(reader: Reader) -> Reader:
         _readers[kind] = reader
@@ -173,25 +174,34 @@ def reader_of(optimizer: Optimizer) -> Reader:
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     own = type(optimizer)
-    # torch wraps `step` in every class; below that a subclass keeps the update of a known class or has its own.
-    for kind in own.__mro__:
-        if kind in _readers and inspect.unwrap(kind.step) is inspect.unwrap(own.step):
-            return _readers[kind]
-    if own.__name__ in _named:
-        return _named[own.__name__]
-    known = ", ".join(sorted({kind.__name__ for kind in _readers}))
+    reader = _find_reader(own)
+    if reader is not None:
+        return reader
+    known = ", ".join(sorted({*_named, *(kind.__name__ for kind in _readers)}))
     raise UnreadableOptimizerError(
         f"cannot read {own.__module__}.{own.__qualname__} as a generic step; readable are {known}. "
         "scheme.register adds a reader; image.observed_step(x_before, x_after) works for every optimizer"
     )
 
 
-def _is_foreign(kind: type[Optimizer]) -> bool:
-    return inspect.unwrap(kind.step).__module__.partition(".")[0] not in ("torch", "steradian")
+def _find_reader(own: type[Optimizer]) -> Reader | None:
+    """The reader of a class whose update this class keeps, or of its name."""
+    for kind in own.__mro__:
+        if kind in _readers and _update_of(kind) == _update_of(own):
+            return _readers[kind]
+    return _named.get(own.__name__)
 
 
-is_foreign: Callable[[Any], bool] = functools.cache(_is_foreign)
-"""Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
+def _update_of(kind: type[Any]) -> tuple[Any, Any]:
+    """The functions that a class steps with: torch wraps `step` in every class, ours all call their `update`."""
+    return inspect.unwrap(kind.step), getattr(kind, "update", None)
+
+
+def is_foreign(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or the function that reads it, is neither torch's nor ours: it may be misread."""
+    functions = (*_update_of(type(optimizer)), _find_reader(type(optimizer)))
+    modules = [str(getattr(function, "__module__", "")) for function in functions if function is not None]
+    return any(module.partition(".")[0] not in ("torch", "steradian") for module in modules)
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

@@ -6,13 +6,30 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import optim, watch
+from steradian import optim, scheme, watch
 from steradian.watching.records import read_run
 
 from ranks import network, run, train
 
 STEPS = range(5)
+
+
+class Plain(torch.optim.Optimizer):
+    """x' = x − η∇L(x), and counts its steps."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["k"] = self.state[param].get("k", 0) + 1
+                param.sub_(param.grad, alpha=group["lr"])
+
+
 OPTIMIZERS = {
+    "Plain": Plain,
     "torch's Adam": lambda groups: torch.optim.Adam(groups, lr=0.02, weight_decay=0.05),
     "Adam abc": lambda groups: optim.Adam(groups, lr=0.02, weight_decay=0.05, without="abc"),
 }
@@ -49,7 +66,7 @@ def assert_same(found, expected, of="statistic"):
 
 
 def ddp(rank, ranks, folder):
-    for kind in OPTIMIZERS:
+    for kind in ("torch's Adam", "Adam abc"):
         model = DistributedDataParallel(network())
         optimizer = OPTIMIZERS[kind](groups_of(model, "filter"))
         with watch(optimizer, to=f"{folder}/{kind}") as watcher:
@@ -62,7 +79,7 @@ def ddp(rank, ranks, folder):
 
 def fsdp(rank, ranks, folder):
     layouts = ("filter", "joint") if ranks > 2 else ("filter", "tensor", ("axis", 1), "joint")
-    for kind in OPTIMIZERS:
+    for kind in ("torch's Adam", "Adam abc"):
         for k, rows in enumerate(layouts):
             where = f"{folder}/{kind}-{k}"
             model = fully_shard(network())
@@ -105,6 +122,31 @@ def failing(rank, ranks, folder):
         dist.destroy_process_group()
 
 
+def misread(rank, ranks, folder):
+    """A reader that is wrong, or fails, on one rank alone: all ranks go on to record the same quantities."""
+    for fails in (False, True):
+
+        @scheme.register(Plain)
+        def read(taken, fails=fails):
+            late = rank == 1 and taken.state["k"] > 3
+            if late and fails:
+                raise ArithmeticError
+            gradient = taken.gradient()
+            return scheme.Step(gradient, torch.ones_like(gradient), taken.setting("lr") * (2 if late else 1))
+
+        model = fully_shard(network())
+        optimizer = Plain(groups_of(model, "filter"))
+        with watch(optimizer, to=f"{folder}/misread-{fails}", every=1) as watcher:
+            train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(watcher))
+        assert watcher.error is None
+        if rank == 0:
+            table, twin = read_run(f"{folder}/misread-{fails}").table, alone("Plain", "filter", every=1).records()
+            for quantity in ("angle", "radius", "update"):
+                assert_same(table[table["quantity"] == quantity], twin[twin["quantity"] == quantity])
+            rates = table[(table["quantity"] == "effective_lr") & (table["group"] == "0.weight")]
+            assert set(rates[rates["value"].isna()]["step"]) >= {3, 4}
+
+
 def moved(rank, ranks, folder):
     """A sharded parameter has no address of its own: the path follows the part that is here to its new memory."""
     model = fully_shard(network())
@@ -124,7 +166,7 @@ def moved(rank, ranks, folder):
 
 
 def test_two_ranks(tmp_path):
-    run([(ddp,), (fsdp,), (moved,), (failing,)], 2, tmp_path)
+    run([(ddp,), (fsdp,), (misread,), (moved,), (failing,)], 2, tmp_path)
 
 
 def test_three_ranks_with_fsdp2(tmp_path):

@@ -57,7 +57,7 @@ def _land(rows: RowSet, piece: slice, x: Tensor, y: Tensor, gradient: Tensor, pa
 _KEPT = 0.9  # of the mean of ‖u^⊥‖² in a step
 
 
-class Rotational(RowOptimizer):
+class Rotational(RowOptimizer, emits=True):
     """The rotational variant of SGD with momentum (Kosson et al., Rotational Equilibrium, 2023).
 
     m ← β m + ∇L(x);  u^⊥ = m − ⟨m,x⟩x/r²;  s² ← 0.9 s² + 0.1‖u^⊥‖² (bias-corrected);
@@ -97,7 +97,7 @@ class Rotational(RowOptimizer):
         torch_updates.sgd(params, states, {**group, "dampening": 0.0})
 
 
-class Hyperball(Rotational):
+class Hyperball(Rotational, emits=True):
     """Hyperball with Muon's direction (2026), on whole tensors of fixed Frobenius norm R.
 
     m ← β m + ∇L(W);  u = NS(∇L(W) + β m), the five Newton–Schulz steps of `torch.optim.Muon`;  W' = R N(W − η R N(u)).

@@ -17,7 +17,7 @@ from steradian.optim.rows import State
 __all__ = ["AdaGradG"]
 
 
-class AdaGradG(RowOptimizer):
+class AdaGradG(RowOptimizer, emits=True):
     """AdaGradG on rows, which stay on the unit sphere; SGD on the other parameters.
 
     x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖², with v used before it is updated.

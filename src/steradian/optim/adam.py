@@ -10,7 +10,7 @@ from steradian.optim.rows import peak_rate
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
 
-class Adam(RowOptimizer):
+class Adam(RowOptimizer, emits=True):
     """Adam, and without any of the phenomena (a), (b), (c) on param groups that have rows.
 
     g = ∇L(x) + λx;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²;  x' = x − η m̂/(√v̂ + ε) with

@@ -8,7 +8,7 @@ from steradian.optim.base import Params, RowOptimizer, settings
 __all__ = ["AdamG"]
 
 
-class AdamG(RowOptimizer):
+class AdamG(RowOptimizer, emits=True):
     """Adam-G on rows, which stay on the unit sphere; Adam on the other parameters.
 
     With h the tangent part of ∇L(x), clipped to ‖h‖ ≤ clip: m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;

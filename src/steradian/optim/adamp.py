@@ -10,7 +10,7 @@ from steradian.optim.rows import State
 __all__ = ["AdamP"]
 
 
-class AdamP(RowOptimizer):
+class AdamP(RowOptimizer, emits=True):
     """AdamP that projects its step on param groups that have rows, always, and nowhere else.
 
     q = m/(√(v/(1−β2^t)) + ε);  q^⊥ = q − ⟨q,ū⟩ū with ū = x/(‖x‖ + ε);  x' = (1 − ηλρ)x − η/(1−β1^t) q^⊥. The

@@ -15,7 +15,7 @@ __all__ = ["Angular"]
 _REST_RATES = {"sgd": 0.1, "adamw": 1e-3}
 
 
-class Angular(RowOptimizer):
+class Angular(RowOptimizer, emits=True):
     """Every row turns by `lr` radians per step and keeps its radius; SGD or AdamW on the other parameters.
 
     On a row x = r u with h = r∇L(x)^⊥, which is ∇L(u): m ← β m + h;  n = m, with Nesterov n = h + β m;

@@ -43,18 +43,25 @@ class RowOptimizer(Optimizer, ABC):
     A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), which settings
     identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
     the classic update takes sparse gradients (`_takes_sparse`). State and classic update are Adam's unless it has its
-    own `_entries` and `_step_rest`. A setting `rest_lr` is the rate of param groups without rows that give none.
+    own `_entries` and `_step_rest`. A class whose update writes telemetry (`transport.emit`) is declared with
+    `emits=True`; a watch observes others from two points. A setting `rest_lr` is the rate of param groups without rows
+    that give none.
     """
 
     telemetry: Telemetry | None = None  #: after `emit()`, seven numbers about every row of the last step
     #: entries of the state that have one number per row, in param groups where the row update does so
     row_state: ClassVar[frozenset[str]] = frozenset()
 
+    _emits: ClassVar[bool] = False
     _has_fused: ClassVar[bool] = False
     _marks: ClassVar[frozenset[str]] = frozenset()
     _fixes_radius: ClassVar[bool] = False
     _takes_sparse: ClassVar[bool] = False
     _fused_step: decide.FusedStep | None = None
+
+    def __init_subclass__(cls, *, emits: bool = False) -> None:
+        super().__init_subclass__()
+        cls._emits = emits or (cls._emits and "update" not in vars(cls))
 
     def __init__(self, params: Params, defaults: Options) -> None:
         if isinstance(params, Groups):
@@ -269,6 +276,11 @@ class RowOptimizer(Optimizer, ABC):
 
     def emit(self, on: bool = True) -> None:
         """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`; a copy of the optimizer starts without."""
+        if on and not self._emits:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} has no telemetry: call transport.emit in its update, and declare it with emits=True"
+            )
         if on != (self.telemetry is not None):
             self._fused_step, self.telemetry = None, Telemetry() if on else None
             self._cover_rows()

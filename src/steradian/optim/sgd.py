@@ -10,7 +10,7 @@ from steradian.optim.rows import State, peak_rate
 __all__ = ["SGD"]
 
 
-class SGD(RowOptimizer):
+class SGD(RowOptimizer, emits=True):
     """SGD, and with a momentum that is transported and rescaled on param groups that have rows.
 
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g (m ← g in the first step);  x' = x − η m, with Nesterov x − η (g + μ m).

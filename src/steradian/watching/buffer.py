@@ -60,7 +60,7 @@ def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenome
         return [PhenomenaSource(optimizer, watched)]
     found: list[Source] = []
     left = list(watched)
-    if isinstance(optimizer, RowOptimizer):
+    if isinstance(optimizer, RowOptimizer) and optimizer._emits:
         told = [group for group in watched if _has_telemetry(group)]
         left = [group for group in watched if group not in told]
         found += [TelemetrySource(optimizer, told)] if told else []

@@ -79,34 +79,40 @@ class WatchedGroup:
         """`locals` of one tensor."""
         return self.locals([tensor])[0]
 
-    def pieces(
-        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], at_once: int = _PIECE
-    ) -> Iterator["Piece"]:
-        """Its rows in pieces of at most so many numbers; `points` are the parameters before the step, if copied."""
-        states = [self.optimizer.state.get(param, {}) for param in self.params]
-        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
-        alike: list[str] = []  # entries of the state in the shape of the parameter
+    def parts(self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> list["Piece"]:
+        """Its whole parameters, those of this rank; `points` are the parameters before the step, if copied."""
+        found = []
+        for k, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
+            state = self.optimizer.state.get(param, {})
+            alike = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape}
+            now, here, *entries = self.locals([param, gradient, *alike.values()])
+            state = {**state, **dict(zip(alike, entries, strict=True))}
+            found.append(Piece(slice(0, self.n_rows), None if points is None else points[k], now, here, state))
+        return found
+
+    def pieces(self, parts: Sequence["Piece"], at_once: int = _PIECE) -> Iterator["Piece"]:
+        """The rows of its `parts` in pieces of at most so many numbers."""
+        _, before, now, gradients, states = zip(*parts, strict=True)
+        shape, per_row = now[0].shape, getattr(self.optimizer, "row_state", ())
+        alike: dict[str, list[Tensor]] = {}  # entries of the state in the shape of the parameter
         numbers: dict[str, Tensor] = {}  # one number for each row, or one for all
         for name, value in states[0].items():
             if isinstance(value, Real):
                 numbers[name] = torch.tensor(float(value), device="cpu")
-            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
-                numbers[name] = self.local(value)
             elif isinstance(value, Tensor) and value.shape == shape:
-                alike.append(name)
+                alike[name] = [state[name] for state in states]
+            elif isinstance(value, Tensor) and name in per_row:
+                numbers[name] = self.local(value)
             elif isinstance(value, Tensor) and value.numel() == 1:
                 numbers[name] = value.reshape(())
-        of_params = zip(self.params, gradients, states, strict=True)
-        here = [self.locals([param, gradient, *map(state.get, alike)]) for param, gradient, state in of_params]
-        now, gradients, *entries = map(list, zip(*here, strict=True))
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
                 at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
                 state = {name: value[at[0]] if value.ndim else value for name, value in numbers.items()}
-                state |= {name: self.cut(value, at) for name, value in zip(alike, entries, strict=True)}
-                before = None if points is None else self.cut(points, at)
-                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), state)
+                state |= {name: self.cut(values, at) for name, values in alike.items()}
+                point = None if before[0] is None else self.cut(before, at)
+                yield Piece(at[0], point, self.cut(now, at), self.cut(gradients, at), state)
 
     def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
         """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
@@ -136,7 +142,7 @@ class Piece(NamedTuple):
     before: Tensor | None
     now: Tensor
     gradient: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Any]
 
 
 def watched_groups(

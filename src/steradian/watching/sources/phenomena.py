@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from steradian import geometry
 from steradian.image import ImageNumbers, ImageStep, image_of_rows
 from steradian.phenomena import Memory
-from steradian.watching.rows import WatchedGroup
+from steradian.watching.rows import Piece, WatchedGroup
 from steradian.watching.sources import PHENOMENA, Quantities
 from steradian.watching.sources.observed import ObservedSource
 
@@ -54,11 +54,12 @@ class PhenomenaSource(ObservedSource):
                 self._memories[id(group)] = Memory(None, check=False)
         super().before()
 
-    def measure(self, group: WatchedGroup, points: Sequence[Tensor], gradients: Sequence[Tensor], out: Tensor) -> None:
+    def measure(self, group: WatchedGroup, parts: Sequence[Piece], out: Tensor) -> None:
         if self.reader is None or not group.n_rows:
             return
-        out[:, len(ObservedSource.columns) :] = math.nan
-        [piece] = group.pieces(points, gradients, at_once=group.n_rows * group.size)
+        first = len(ObservedSource.columns)
+        out[:, first : first + len(PHENOMENA)] = math.nan
+        [piece] = group.pieces(parts, at_once=group.n_rows * group.size)
         raw = self._unscaled(piece.gradient)
         step = self._read(group, piece, raw)
         if step is None or piece.before is None:
@@ -78,12 +79,16 @@ class PhenomenaSource(ObservedSource):
             out[:, self.columns.index(name)] = angles
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
+        reads = self.reads
         image, found = super().numbers(values, rates, decays)
-        if self.reader is None:
+        if not reads:
             return image, found
         names = PHENOMENA if self._remembers else PHENOMENA[:1]
         first = len(ObservedSource.columns)
-        return image, {**found, **{name: values[..., first + k].to(self.row_dtype) for k, name in enumerate(names)}}
+        angles = {name: values[..., first + k].to(self.row_dtype) for k, name in enumerate(names)}
+        if self.foreign and image.scale is not None:  # NaN where the reader was wrong
+            angles = {name: of_rows.masked_fill(image.scale.isnan(), math.nan) for name, of_rows in angles.items()}
+        return image, {**found, **angles}
 
     def nbytes(self) -> int:
         """The copies, and the sums of past gradients and points."""
