@@ -1,5 +1,6 @@
 """Any optimizer read as the generic scheme x' = (1 − ηδ)x − η a ⊘ b, a = β a_prev + ∇L(x) + λx (Section 2.2)."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -126,6 +127,7 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
 
     def add(reader: Reader) -> Reader:
         _readers[kind] = reader
+        _foreign.cache_clear()
         return reader
 
     return add
@@ -197,11 +199,15 @@ def _update_of(kind: type[Any]) -> tuple[Any, Any]:
     return inspect.unwrap(kind.step), getattr(kind, "update", None)
 
 
-def is_foreign(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step, or the function that reads it, is neither torch's nor ours: it may be misread."""
-    functions = (*_update_of(type(optimizer)), _find_reader(type(optimizer)))
+def _is_foreign(kind: type[Optimizer]) -> bool:
+    functions = (*_update_of(kind), _find_reader(kind))
     modules = [str(getattr(function, "__module__", "")) for function in functions if function is not None]
     return any(module.partition(".")[0] not in ("torch", "steradian") for module in modules)
+
+
+_foreign = functools.cache(_is_foreign)
+is_foreign: Callable[[Any], bool] = _foreign
+"""Whether the step of a class of optimizers, or the function that reads it, is neither torch's nor ours."""
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

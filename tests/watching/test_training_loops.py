@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import steradian as st
-from steradian import watch
+from steradian import geometry, watch
 from steradian.watching.buffer import Buffer
 from steradian.watching.records import read_run
 
@@ -82,6 +83,65 @@ def test_a_closure_is_part_of_its_step():
         for _ in backward_passes(twin, 3):
             other.step()
     assert_same_records(watcher.records(), expected.records(), groups=("0.weight", "3.weight"))
+
+
+def nesterov(params, **options):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, **options)
+
+
+@pytest.mark.parametrize("make", [nesterov, partial(nesterov, foreach=True), "AdamWScheduleFree"])
+def test_a_closure_whose_gradient_the_step_overwrites(make):
+    """As Lightning passes one: angles are those of the weights, and no gradient of another step is recorded."""
+    make = getattr(pytest.importorskip("schedulefree"), make) if isinstance(make, str) else make
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 5))
+    optimizer, expected = make([weight]), {}
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+    def closure():
+        weight.grad = torch.randn(4, 5, generator=torch.Generator().manual_seed(len(expected)))
+        return torch.zeros(())
+
+    with watch(optimizer, every=1) as watcher:
+        for step in range(5):
+            before = weight.detach().clone()
+            optimizer.step(closure)
+            expected[step] = float(geometry.angle(before.double(), weight.detach().double()).max())
+    table = watcher.records()
+    assert series(table, "angle", "group 0, parameter 0", "max") == pytest.approx(expected, abs=1e-6)
+    assert {"defect", "gradient_norm"}.isdisjoint(table["quantity"])
+    assert "the gradient that its closure computes" in watcher.missing["defect"]
+
+
+def test_a_fused_step_that_unscales_the_gradient_itself():
+    weight = nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
+    optimizer, scaler = nesterov([weight], fused=True), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    angles, norms = {}, {}
+    with watch(optimizer, every=1) as watcher:
+        for step in range(4):
+            gradient = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            weight.grad, before = 1024 * gradient, weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            angles[step] = float(geometry.angle(before.double(), weight.detach().double()).max())
+            norms[step] = float(gradient.norm(dim=1).max())
+    table = watcher.records()
+    assert series(table, "angle", "group 0, parameter 0", "max") == pytest.approx(angles, abs=2e-6)
+    assert series(table, "gradient_norm", "group 0, parameter 0", "max") == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_a_hook_that_is_registered_in_the_middle_leaves_earlier_steps_as_they_were(kind):
+    """From then on the weights are read twice, and no longer the state."""
+    expected = plain(kind, 6)
+    optimizer, params = pair(kind)
+    with watch(optimizer, phenomena=False) as watcher:
+        train(optimizer, params, 3)
+        optimizer.register_step_post_hook(lambda *_: None)
+        train(optimizer, params, 3, first=3)
+    assert_same_records(watcher.records(), expected)
 
 
 def test_lbfgs_is_seen_from_outside():

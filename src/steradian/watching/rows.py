@@ -130,9 +130,10 @@ class WatchedGroup:
         return self.cut(here, (slice(number, number + 1), slice(0, self.size)))[0]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of its parameters; only for an active group."""
+        """The gradients of its parameters, dense; only for an active group."""
         found = [param.grad for param in self.params if param.grad is not None]
-        return found if len(found) == len(self.params) else self.held or []
+        found = found if len(found) == len(self.params) else self.held or []
+        return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
 
 
 class Piece(NamedTuple):

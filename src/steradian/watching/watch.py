@@ -192,6 +192,7 @@ class Watch:
         self._cost = Cost(every, float(given.cost), gpu)
         self._first = None if given.step is None else int(given.step)
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
+        self._closure = False  # whether the step that is being taken was called with a closure
         self._stepped: set[int] = set()  # the optimizers that have taken it
         self._begun: set[int] = set()  # the optimizers that are taking it
         self._observing = False
@@ -235,9 +236,11 @@ class Watch:
 
     # At every step
 
-    def _guarded(self, call: Callable[[Any], None], argument: Any, *_: Any) -> None:
+    def _guarded(self, call: Callable[[Any], None], argument: Any, args: Any = (), kwargs: Any = None) -> None:
+        """Call one of the hooks with the optimizer, and perhaps the arguments of its step, of which self is one."""
         try:
             with self._lock:
+                self._closure = any(each is not None for each in (*args[1:], *(kwargs or {}).values()))
                 call(argument)
         except Exception as error:
             self._fail(error)
@@ -280,6 +283,8 @@ class Watch:
         self._begun.add(id(optimizer))
         mine = [buffer.source for buffer in self.buffers if buffer.optimizer is optimizer]
         if self._observing and self._others_follow(optimizer):
+            if not all(source.two_points for source in mine):
+                self._flush.send(everything=False)  # what was read from the state so far is not of two points
             for source in mine:
                 source.distrust_state()
         wanted = [source for source in mine if source.beforehand and (self._observing or source.each_step)]
@@ -287,6 +292,7 @@ class Watch:
             with self._cost.measured():
                 self._check_membership()
                 for source in wanted:
+                    source.closure = self._closure
                     source.before()
 
     def _after(self, optimizer: Optimizer) -> None:

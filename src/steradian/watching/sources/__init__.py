@@ -29,6 +29,8 @@ class Source(ABC):
     missing: dict[str, str]  # quantities that this source cannot give, with the reason
     each_step: bool = False  # `before` and `after` must be called at every step, also at those that are not recorded
     beforehand: bool = True  # `before` must be called at an observed step
+    two_points: bool = True  # it reads the weights before and after the step, and does not rely on the state
+    closure: bool = False  # the step was called with a closure, which computes the gradient
     known: list[int] | None = None  # what it read of parameters; None if they may lie elsewhere, or have other settings
     all_step: bool = False  # at the last observation every parameter had a gradient, as far as the source knows
 

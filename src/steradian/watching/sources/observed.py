@@ -6,14 +6,13 @@ state says: they are always observed from two points.
 
 From two points, radius, angle, update and radial share are those of the points. A reader only adds the rest. Those of
 torch and ours also tell the displacement of float32 and float64 weights, without the rounding of x − x'. A reader of
-somebody else's is compared with the points at every observed step, but not in half precision: if the state is rounded,
-a right reading of a sign, as Lion's, may be off by a fifth.
+somebody else's is compared with the points at the first observed steps, but not in half precision: if the state is
+rounded, a right reading of a sign, as Lion's, may be off by a fifth.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +32,8 @@ SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
 
 From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
 """
-_COMPARED = ("missed", "predicted")
-"""Squared lengths of x − x' less the displacement that somebody else's reader predicts, and of this displacement."""
-_AGREES = 1e-2  # the reader of somebody else's optimizer must predict the displacement to this share of it
+_COMPARED = 20  # observed steps at which the reader of somebody else's optimizer is compared with the weights
+_AGREES = 1e-2  # it must predict the displacement to this share of it
 _ULPS = 4  # and to so many units in the last place of the weights, which are rounded
 _ROUNDING = 1e-6
 
@@ -45,7 +43,7 @@ logger = logging.getLogger("steradian")
 def tells_step(group: WatchedGroup) -> bool:
     """Whether state and settings after a step determine the point before it, if the optimizer can be read."""
     optimizer, settings = group.optimizer, group.settings
-    if is_foreign(optimizer) or any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
+    if is_foreign(type(optimizer)) or any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
         return False
     with_momentum = isinstance(optimizer, SGD) and settings["momentum"] and not settings["nesterov"]
     return isinstance(optimizer, Adam) or bool(with_momentum)
@@ -72,53 +70,55 @@ class ObservedSource(Source):
         self._gradients: dict[int, list[Tensor]] = {}
         sizes = np.repeat([float(group.size) for group in self.watched], [group.n_rows for group in self.watched])
         self._sizes = torch.from_numpy(sizes).to(self.dtype).to(self.device)
-        # Whether somebody else's reader was wrong so far; of the first wrong step, per group, what `_heed` reads.
-        self._wrong = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._verdict = torch.zeros(3, len(self.watched), dtype=self.dtype, device=self.device)
-        self._told = torch.zeros_like(self._verdict, device="cpu", pin_memory=self.device.type == "cuda")
         self.reader: Reader | None = None
+        self.foreign = self._reads = False
         try:
             self.reader = reader_of(optimizer)
         except UnreadableOptimizerError as error:
             self._drop_reader(str(error))
-        self.reads = self.reader is not None  # whether quantities that need a reader are recorded, if only as NaN
         self.two_points = self.beforehand = self.reader is None or not all(map(tells_step, watched))
-        self.foreign = self.reads and is_foreign(optimizer)
-        if self.foreign:
-            self.columns = (*self.columns, *_COMPARED)
+        self.foreign = self.reader is not None and is_foreign(type(optimizer))
+        # What needs a reader is NaN from the step on at which it was dropped; all ranks record the same quantities.
+        self._reads = self.foreign and any(group.sharded for group in watched)
         # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
         half = any(param.dtype.itemsize <= 2 for group in watched for param in group.params)
         self._reads_displacement = not half and not self.foreign
-        self._compares = not half and self.foreign
-        # A line search leaves the gradient of another point than the one that the step started from.
-        self.searches = isinstance(optimizer, LBFGS)
-        if self.searches:
-            self.missing |= dict.fromkeys(("defect", "gradient_norm"), "the gradient left behind is of another point")
+        self._compared = 0 if half else _COMPARED  # observed steps at which the reader is compared
+        self._has_gradient = True
+        if isinstance(optimizer, LBFGS):
+            self._lose_gradient("the line search leaves the gradient of another point")
+
+    def _lose_gradient(self, why: str) -> None:
+        self._has_gradient = False
+        self.missing |= dict.fromkeys(("defect", "gradient_norm"), why)
 
     def _drop_reader(self, why: str) -> None:
-        self.reader, self._wrong = None, torch.ones_like(self._wrong)
-        # All ranks must record the same quantities.
-        self.reads = any(group.sharded for group in self.watched)
+        self.reader, self._reads = None, self._reads or (self.foreign and self._left < self._compared)
         self.missing |= dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", *PHENOMENA), why)
 
     def distrust_state(self) -> None:
         self.two_points = self.beforehand = True
-        self._reads_displacement = self._compares = False
+        self._reads_displacement, self._compared, self._left = False, 0, 0
         for group in self.watched:
             group.held = group.gradients() if group.active() else None
 
     def open(self) -> None:
-        self._checked = False  # whether a step was compared with the reader
+        self._left = self._compared
 
     @torch.no_grad()
     def before(self) -> None:
         if not self.two_points:
             return
+        if self._overwrites and self.closure and self._has_gradient:
+            self._reads_displacement = False
+            self._lose_gradient("the step overwrites the gradient that its closure computes")
+        scale = getattr(self.optimizer, "grad_scale", None)
         for group in self.watched:
             if not group.gone:
                 self._points[id(group)] = [group.local(param).clone() for param in group.params]
-                if self._overwrites and group.active():  # before a closure there is no gradient
-                    self._gradients[id(group)] = [gradient.clone() for gradient in group.gradients()]
+                if self._overwrites and self._has_gradient and group.active():
+                    gradients = group.gradients()
+                    self._gradients[id(group)] = [g.clone() if scale is None else g / scale for g in gradients]
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
@@ -135,10 +135,7 @@ class ObservedSource(Source):
                 self._add_sums(group, piece, rows[piece.rows])
             if self.each_step:
                 self.measure(group, parts, rows)
-        if self._compares and not self._checked:  # before anything is recorded
-            self._compare(dict(zip(self.columns, out[None].unbind(-1), strict=True)))
-            self._heed()
-        self._checked = True
+        self._left -= self._left > 0
 
     def measure(self, group: WatchedGroup, parts: Sequence[Piece], out: Tensor) -> None:
         """Called at every step of a source that needs each one: write what takes whole rows to `out`."""
@@ -149,18 +146,14 @@ class ObservedSource(Source):
         step = self._read(group, piece, gradient)
         g, y = gradient.to(self.dtype), piece.now.to(self.dtype)
         x = y if piece.before is None else piece.before.to(self.dtype)
-        b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
+        b = x.new_full((), torch.nan if self._reads else 0.0) if step is None else step.b.to(self.dtype)
         q = x - y if step is None else step.a.to(self.dtype) / b
         rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
         if piece.before is not None and step is not None:
             # The displacement that was read is exact where the weights are rounded; see `_reads_displacement`.
-            predicted = (1 - kept) * x + rate * q if self._reads_displacement or self._compares else x - y
-            q = predicted if self._reads_displacement else x - y
-            if self._compares:
-                for k, vector in enumerate((q - predicted, predicted), -len(_COMPARED)):
-                    out[:, k] += torch.linalg.vecdot(vector, vector)
+            q = (1 - kept) * x + rate * q if self._reads_displacement else x - y
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
-            out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
+            out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else one
         # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
         for k, setting in enumerate((rate, kept), len(SUMS)):
             out[:, k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
@@ -188,50 +181,29 @@ class ObservedSource(Source):
         for part in parts:
             param = part.now.detach()
             param.grad = self._unscaled(part.gradient).to(param.dtype)
-            step = self._ask(Taken(param, group.settings, part.state, part.before))
+            step = self._ask(Taken(param, group.settings, part.state, part.before), group.name)
             if step is None:
                 return parts
             steps.append(step)
         self._step = steps[0]
         return [part._replace(state={"a": step.a, "b": step.b}) for part, step in zip(parts, steps, strict=True)]
 
-    def _ask(self, taken: Taken) -> Step | None:
-        """The step that the reader sees; if there is none, the reader is dropped."""
+    def _ask(self, taken: Taken, name: str = "") -> Step | None:
+        """The step that the reader sees; if there is none, or a wrong one, the reader is dropped."""
         if self.reader is None:
             return None
+        of = f"its reader {getattr(self.reader, '__qualname__', self.reader)}"
         try:
             step = self.reader(taken)
             if self.foreign:
-                _check_step(step, taken.param)
+                step = replace(step, a=step.a.expand_as(taken.param), b=step.b.expand_as(taken.param))
+            if self.foreign and self._left and getattr(self.optimizer, "found_inf", None) is None:
+                wrong = _difference(taken, step)
+                if wrong:
+                    self._disagree(f"the step that {of} predicts for {name} {wrong}")
         except Exception as error:
-            self._disagree(f"its reader {_name(self.reader)} failed: {type(error).__name__}: {error}")
-            return None
-        return step
-
-    def _compare(self, sums: Mapping[str, Tensor]) -> Tensor:
-        """(steps, 1): whether the reader was wrong by then; the host is told without waiting for it."""
-        of_rows = [sums[name] for name in (*_COMPARED, "qq", "xx")]
-        of_groups = [torch.stack([rows[:, group.span].sum(-1) for group in self.watched], dim=-1) for rows in of_rows]
-        missed, predicted, moved, radius = (squares.sqrt() for squares in of_groups)
-        eps = max(torch.finfo(param.dtype).eps for group in self.watched for param in group.params)
-        wrong = moved.isfinite() & ~(missed <= _AGREES * moved + _ULPS * eps * radius)
-        first = wrong.any(-1).int().argmax(0, keepdim=True)
-        verdict = torch.stack([wrong.to(self.dtype), missed / moved, predicted / moved]).index_select(1, first)[:, 0]
-        self._verdict = torch.where(self._wrong, self._verdict, verdict)
-        late = (wrong.any(-1).cumsum(0) > 0) | self._wrong
-        self._wrong = late[-1]
-        self._told.copy_(self._verdict, non_blocking=self._checked and self.device.type == "cuda")
-        return late[:, None]
-
-    def _heed(self) -> None:
-        """Drop the reader if it was wrong, as far as the host knows."""
-        wrong, missed, ratio = self._told
-        if self.reader is not None and wrong.any():
-            k = int(wrong.argmax())
-            self._disagree(
-                f"the step that its reader {_name(self.reader)} predicts for {self.watched[k].name} has a relative "
-                f"error of {missed[k]:.2g} and is {ratio[k]:.3g} times as long as the real step"
-            )
+            self._disagree(f"{of} failed: {type(error).__name__}: {error}")
+        return None if self.reader is None else step
 
     def _disagree(self, why: str) -> None:
         if not self.two_points:
@@ -244,15 +216,7 @@ class ObservedSource(Source):
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         sums = dict(zip(self.columns, values.unbind(-1), strict=True))
         kept = sums["kept"] if "kept" in sums else (1 - rates * decays).to(self.dtype)
-        nominal, rates, reads, wrong = rates, sums.get("rate", rates).to(self.dtype), self.reads, None
-        if self.foreign:
-            self._heed()  # of the last flush, where the host did not wait for it
-            wrong = self._compare(sums)
-            rates, kept = torch.where(wrong, nominal.to(self.dtype), rates), kept.masked_fill(wrong, 1)
-            if self.device.type != "cuda":
-                self._heed()
-        elif reads and self.reader is None:
-            wrong = self._wrong.reshape(1, 1)
+        rates, reads = sums.get("rate", rates).to(self.dtype), self._reads or self.reader is not None
         lost = 1 - kept
         xx, qx, qq, gx = (sums[name] for name in ("xx", "qx", "qq", "gx"))
         # In place where it can be: these numbers may be most of the memory that the watch takes in a step.
@@ -268,7 +232,7 @@ class ObservedSource(Source):
             radius = xx.sqrt_()
         safe = radius.masked_fill(radius == 0, 1)
         of_gradient = {}
-        if not self.searches:
+        if self._has_gradient:
             length = sums["gg"].sqrt()
             defect = self._row(invariance_defect(gx / safe, length))
             of_gradient = {"defect": defect, "gradient_norm": self._row(length)}
@@ -283,8 +247,6 @@ class ObservedSource(Source):
         inward -= lost * radius  # η⟨q,u⟩
         start = radius * kept
         scale = (sums["bb"] / self._sizes).sqrt_() if reads else None
-        if scale is not None and wrong is not None:
-            scale.masked_fill_(wrong, torch.nan)
         if scale is not None and self._invariant:
             nu = start * scale
             speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
@@ -295,8 +257,8 @@ class ObservedSource(Source):
         radius, start, inward, across = map(self._row, (radius, start, inward, across))
         scale = None if scale is None else self._row(scale)
         image = ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale)
-        if wrong is not None and image.radial is not None:
-            found["radial"] = image.radial.masked_fill(wrong, torch.nan)
+        if self._reads and scale is not None and image.radial is not None:
+            found["radial"] = image.radial.masked_fill(scale.isnan(), torch.nan)
         return image, found
 
     def _row(self, numbers: Tensor) -> Tensor:
@@ -311,22 +273,24 @@ class ObservedSource(Source):
 
     def close(self) -> None:
         self._points, self._gradients = {}, {}
-        self._heed()
 
 
-def _name(reader: Reader) -> str:
+def _name(reader: Reader | None) -> str:
     return getattr(reader, "__qualname__", repr(reader))
 
 
-def _check_step(step: Any, param: Tensor) -> None:
-    """Raise an error if what a reader returned is not a step of a parameter."""
-    if not isinstance(step, Step):
-        raise TypeError(f"it must return a scheme.Step, got {type(step).__name__}")
-    for name, tensor in (("a", step.a), ("b", step.b)):
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.device) != (param.shape, param.device):
-            got = f"{tuple(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise ValueError(f"{name} must be of shape {tuple(param.shape)} on {param.device}, got {got}")
-    torch.as_tensor(step.lr * step.decay * step.beta).reshape(())  # all must be numbers, or tensors with one
+def _difference(taken: Taken, step: Step) -> str:
+    """How a step differs from the one that the weights took; "" if it does not. The host waits for the answer."""
+    assert taken.before is not None
+    x = _computed(taken.before)
+    moved, predicted = x - _computed(taken.param), step.lr * (step.decay * x + step.a / step.b)
+    missed, length, expected, radius = (each.norm() for each in (moved - predicted, moved, predicted, x))
+    allowed = _AGREES * length + _ULPS * torch.finfo(taken.param.dtype).eps * radius
+    if missed <= allowed or not length.isfinite():
+        return ""
+    return (
+        f"has a relative error of {missed / length:.2g} and is {expected / length:.3g} times as long as the real step"
+    )
 
 
 def _computed(rows: Tensor) -> Tensor:

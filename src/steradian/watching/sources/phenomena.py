@@ -55,10 +55,9 @@ class PhenomenaSource(ObservedSource):
         super().before()
 
     def measure(self, group: WatchedGroup, parts: Sequence[Piece], out: Tensor) -> None:
+        out[:, len(ObservedSource.columns) :] = math.nan
         if self.reader is None or not group.n_rows:
             return
-        first = len(ObservedSource.columns)
-        out[:, first : first + len(PHENOMENA)] = math.nan
         [piece] = group.pieces(parts, at_once=group.n_rows * group.size)
         raw = self._unscaled(piece.gradient)
         step = self._read(group, piece, raw)
@@ -79,16 +78,12 @@ class PhenomenaSource(ObservedSource):
             out[:, self.columns.index(name)] = angles
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
-        reads = self.reads
         image, found = super().numbers(values, rates, decays)
-        if not reads:
+        if self.reader is None and not self._reads:
             return image, found
         names = PHENOMENA if self._remembers else PHENOMENA[:1]
         first = len(ObservedSource.columns)
-        angles = {name: values[..., first + k].to(self.row_dtype) for k, name in enumerate(names)}
-        if self.foreign and image.scale is not None:  # NaN where the reader was wrong
-            angles = {name: of_rows.masked_fill(image.scale.isnan(), math.nan) for name, of_rows in angles.items()}
-        return image, {**found, **angles}
+        return image, {**found, **{name: values[..., first + k].to(self.row_dtype) for k, name in enumerate(names)}}
 
     def nbytes(self) -> int:
         """The copies, and the sums of past gradients and points."""

@@ -32,7 +32,7 @@ def supports(group: WatchedGroup) -> bool:
     try:
         reader_of(optimizer)
         known = isinstance(optimizer, Adam) or (isinstance(optimizer, SGD) and settings["momentum"])
-        readable = known and not is_foreign(optimizer)
+        readable = known and not is_foreign(type(optimizer))
     except UnreadableOptimizerError:
         readable = type(optimizer).__name__ != "LBFGS"
     if not readable or settings.get("nesterov") or settings.get("dampening") == 1:
