@@ -114,6 +114,17 @@ def test_a_closure_whose_gradient_the_step_overwrites(make):
     assert "the gradient that its closure computes" in watcher.missing["defect"]
 
 
+def test_equilibria_of_invariant_rows_whose_gradient_is_overwritten_are_unknown():
+    params = rows((4, 5))
+    optimizer = torch.optim.SGD(groups_of(params), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+    with watch(optimizer, every=1) as watcher:
+        for step in range(3):
+            optimizer.step(lambda step=step: set_gradients(params, step))
+    assert watcher.error is None
+    assert list(series(watcher.records(), "angle")) == [0, 1, 2]
+    assert all(map(math.isnan, series(watcher.records(), "equilibrium_radius").values()))
+
+
 def test_a_fused_step_that_unscales_the_gradient_itself():
     weight = nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
     optimizer, scaler = nesterov([weight], fused=True), torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -227,7 +227,8 @@ class Equilibria:
         balance = self._balance(settings)
         if balance is None:
             return {}
-        slope = (found["radius"] * found["gradient_norm"]) ** 2
+        unknown = torch.full_like(found["radius"], math.nan)  # where a step overwrites the gradient
+        slope = (found["radius"] * found.get("gradient_norm", unknown)) ** 2
         use = slope.isfinite() & there
         # The weight of each observation in the mean at each of them, and the weight of all earlier ones.
         lag = torch.arange(len(slope), device=slope.device)

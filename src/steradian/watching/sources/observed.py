@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
@@ -61,10 +61,10 @@ class ObservedSource(Source):
         self.device, self.row_dtype = watched[0].device, dtype_of(watched)
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
-        # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
+        # Torch's SGD over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
         named = type(optimizer).__name__.endswith("ScheduleFree")
-        ours = isinstance(optimizer, RowOptimizer)
-        self._overwrites = named or (not ours and any(group.settings.get("nesterov") for group in watched))
+        known = isinstance(optimizer, RowOptimizer | Muon)
+        self._overwrites = named or (not known and any(group.settings.get("nesterov") for group in watched))
         self._invariant = any(group.label == INVARIANT for group in watched)
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
@@ -83,7 +83,7 @@ class ObservedSource(Source):
         # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
         half = any(param.dtype.itemsize <= 2 for group in watched for param in group.params)
         self._reads_displacement = not half and not self.foreign
-        self._compared = 0 if half else _COMPARED  # observed steps at which the reader is compared
+        self._compared = self._left = 0 if half else _COMPARED  # observed steps at which the reader is compared
         self._has_gradient = True
         if isinstance(optimizer, LBFGS):
             self._lose_gradient("the line search leaves the gradient of another point")
