@@ -183,6 +183,43 @@ def test_only_trainings_that_use_a_plugin_have_its_hash(known, tmp_path):
         lab.register_method("Adam", lambda groups, config: None)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        "from opts_@ import RATE\nmake = lambda groups, config: torch.optim.SGD(groups.param_groups(), RATE)",
+        "import opts_@ as o\nmake = lambda groups, config: torch.optim.SGD(groups.param_groups(), o.RATE)",
+        "def make(groups, config):\n    from mine_@.inner import RATE\n    return torch.optim.SGD([], RATE)",
+    ],
+)
+def test_what_a_plugin_imports_is_part_of_the_hash(known, tmp_path, monkeypatch, make):
+    """Also in functions, and through other modules."""
+    mark = re.sub(r"\W", "_", tmp_path.name)  # the modules of other tests stay imported
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    files = {
+        "plugin.py": f"import json, torch\nfrom steradian import lab\n{make}\nlab.register_method('Mine', make)",
+        "opts_@.py": "from mine_@.inner import RATE",
+        "mine_@/__init__.py": "",
+        "mine_@/inner.py": "from . import deeper\nRATE = deeper.RATE",
+        "mine_@/deeper.py": "from rate_@ import RATE",
+        "rate_@.py": "RATE = 0.1",
+        "other.py": "",
+    }
+
+    def key(**changes):
+        for name, text in (files | changes).items():
+            path = tmp_path / name.replace("@", mark)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text.replace("@", mark))
+        lab.load_plugin(tmp_path / "plugin.py")
+        return comparison(network="ResNet20", data="cifar10", methods=["Mine"], lr={"Mine": 1}, seeds=1)[0].key
+
+    first = key()
+    assert key(**{"other.py": "1"}) == first
+    for name in ("rate_@.py", "mine_@/inner.py"):
+        assert key(**{name: files[name] + "  # edited"}) != first
+    assert key() == first
+
+
 def test_schedules_by_name_and_by_function(known):
     config = Config(model="ResNet20", data="cifar10", method="Adam", lr=0.1, epochs=10, warmup=2, schedule="cosine")
     factors = [config.rate_factor(epoch) for epoch in range(10)]

@@ -1,15 +1,19 @@
 """What the lab can train, by name: methods, networks, data sets and schedules, the paper's and those of plugins.
 
-A plugin is a Python file that calls the `register_` functions. The hash of its source is part of the key of every
-training that uses it, so that an edited optimizer is not taken for the old one.
+A plugin is a Python file that calls the `register_` functions. The hash of its source, and of the modules of the user
+that it imports, is part of the key of every training that uses it: an edited optimizer is not taken for the old one.
 """
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +38,9 @@ DATA: dict[str, Callable[[Path | None], Any]] = {}
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
-_loading = ""  # hash of the plugin that is being loaded
+_loading = False  # a plugin, whose hash is not known before its imports have run
+_INSTALLED = {"site-packages", "dist-packages"}  # where packages are
+_FOREIGN = (Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1])  # Python's modules and ours
 
 
 def register_method(name: str, make: MakeMethod) -> None:
@@ -74,11 +80,13 @@ def load_plugin(path: Path) -> None:
     global _loading
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
-    _loading = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    _loading = True
     try:
         run_file(path)
     finally:
-        _loading = ""
+        _loading = False
+    new = [name for name, source in _sources.items() if not source]
+    _sources.update(dict.fromkeys(new, _hash_of(path.read_bytes())))
 
 
 def run_file(path: Path) -> ModuleType:
@@ -106,9 +114,43 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
     known[name] = make
     if not own:  # the file that the function is defined in, or its own text in a notebook
-        file = Path(inspect.getsourcefile(function) or "")
+        file, module = Path(inspect.getsourcefile(function) or ""), inspect.getmodule(function)
         source = file.read_bytes() if file.is_file() else inspect.getsource(function).encode()
-        _sources[kind, name] = _loading or hashlib.sha256(source).hexdigest()[:12]
+        _sources[kind, name] = "" if _loading else _hash_of(source, getattr(module, "__package__", None) or "")
+
+
+def _hash_of(source: bytes, package: str = "") -> str:
+    """The hash of a source and of the user's modules that it imports, and those that they import."""
+    sources, seen = [(source, package)], set[Path]()
+    for text, inside in sources:  # it grows
+        with suppress(SyntaxError, ValueError):  # of a compiled module, or a piece of a notebook
+            for file, parent in _imports(text, inside):
+                if file not in seen:
+                    seen.add(file)
+                    sources.append((file.read_bytes(), parent))
+    return hashlib.sha256(b"".join(text for text, _ in sources)).hexdigest()[:12]
+
+
+def _imports(source: bytes, package: str) -> Iterator[tuple[Path, str]]:
+    """File and package of each module that a source imports, except Python's, installed ones and ours."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        module = getattr(node, "module", None)
+        start = "." * getattr(node, "level", 0) + (f"{module}." if module else "")
+        for name in (start + each.name for each in node.names):
+            with suppress(ImportError, ValueError):  # not there, such as an optional package
+                parts = importlib.util.resolve_name(name, package).split(".")
+                for path in accumulate(parts, "{}.{}".format):
+                    if (spec := importlib.util.find_spec(path)) is None:
+                        break
+                    file = Path(spec.origin or "")  # a namespace has none
+                    if _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _FOREIGN)):
+                        break
+                    if file.is_file():
+                        yield file, spec.parent or ""
+                    if spec.submodule_search_locations is None:
+                        break
 
 
 # Schedules
