@@ -16,7 +16,7 @@ import torch
 
 from steradian import lab
 from steradian.cli import main
-from steradian.lab import registry
+from steradian.lab import angle, registry  # noqa: F401  # angle registers methods, which are kept
 from steradian.lab.config import Config
 from steradian.lab.recipes import comparison, tuning
 from steradian.lab.results import CURVES, Result, Store
@@ -218,6 +218,21 @@ def test_what_a_plugin_imports_is_part_of_the_hash(known, tmp_path, monkeypatch,
     for name in ("rate_@.py", "mine_@/inner.py"):
         assert key(**{name: files[name] + "  # edited"}) != first
     assert key() == first
+
+
+def test_a_method_of_another_kind_is_refused_by_name(known):
+    with pytest.raises(TypeError, match=r"'Few' must be called as make\(groups, config\): too many"):
+        lab.register_method("Few", lambda groups: None)
+    for returned, kind in ((3, "int"), ([3], "list"), (None, "NoneType")):
+        lab.register_method("Odd", lambda groups, config, returned=returned: returned)
+        with pytest.raises(TypeError, match=f"'Odd' must return a torch optimizer, or a list of them, got {kind}"):
+            Training(replace(CONFIG, method="Odd"), few())
+
+
+def test_a_name_that_differs_in_a_sign_alone_is_that_of_its_method(known):
+    lab.register_method("AdamW", lambda groups, config: torch.optim.AdamW(groups.param_groups(), config.lr))
+    made = [comparison(network="ResNet20", data="digits", methods=[m], lr={m: 1}) for m in ("AdamW", "AdamW†", "adamw")]
+    assert [each[0].method for each in made] == ["AdamW", "AdamW†", "AdamW†"]
 
 
 def test_schedules_by_name_and_by_function(known):

@@ -54,6 +54,10 @@ def register_method(name: str, make: MakeMethod) -> None:
 
     >>> register_method("Plain", lambda groups, config: torch.optim.SGD(groups.param_groups(), config.lr))
     """
+    try:
+        inspect.signature(make).bind("groups", "config")
+    except TypeError as error:
+        raise TypeError(f"method {name!r} must be called as make(groups, config): {error}") from None
     _register("method", name, make)
 
 
@@ -79,7 +83,8 @@ def load_plugin(path: Path) -> None:
     """Run a file that registers methods, networks, data sets or schedules."""
     global _loading
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
+        there = "" if path.exists() else ", which does not exist"
+        raise ValueError(f"plugin must be a Python file, got {str(path)!r}{there}")
     _loading = True
     try:
         run_file(path)
