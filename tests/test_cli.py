@@ -138,7 +138,13 @@ def test_inspect_builds_a_transformers_model_from_its_config(call, tmp_path, qwe
     assert re.search(heads, done.out, re.MULTILINE)
     assert "lm_head.weight" in done.out
     assert "layers.3" not in done.out
-    assert re.match(r"steradian: .*no/such/folder", call("inspect", "hf:no/such/folder", "--input", "4x6:11").err)
+    assert done.out.startswith("3 of 5 layers: the shares are those of this smaller model.\n")
+    whole = call("inspect", f"hf:{tmp_path / place}", "--input", "4x6:11", "--layers", "5")
+    assert "of 5 layers" not in whole.out
+    numbers = call("inspect", f"hf:{tmp_path / place}", "--input", "4x6")
+    assert "an embedding takes token ids: pass whole numbers (steradian inspect: --input 4x64:32000)" in numbers.err
+    missing = call("inspect", "hf:no/such/folder", "--input", "4x6:11").err
+    assert missing.startswith("steradian: hf:no/such/folder: no such folder or file")
 
 
 def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):
