@@ -223,9 +223,11 @@ def test_what_a_plugin_imports_is_part_of_the_hash(known, tmp_path, monkeypatch,
 def test_a_method_of_another_kind_is_refused_by_name(known):
     with pytest.raises(TypeError, match=r"'Few' must be called as make\(groups, config\): too many"):
         lab.register_method("Few", lambda groups: None)
-    for returned, kind in ((3, "int"), ([3], "list"), (None, "NoneType")):
+    for returned in (3, [3], None):
         lab.register_method("Odd", lambda groups, config, returned=returned: returned)
-        with pytest.raises(TypeError, match=f"'Odd' must return a torch optimizer, or a list of them, got {kind}"):
+        with pytest.raises(
+            TypeError, match=rf"'Odd' must return one or several optimizers, got {re.escape(str(returned))}$"
+        ):
             Training(replace(CONFIG, method="Odd"), few())
 
 

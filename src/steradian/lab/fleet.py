@@ -37,7 +37,6 @@ _BURST = 25  # steps of one training that are enqueued before the next training'
 _AHEAD = 2  # bursts that may be queued on the device
 _PAUSE = 2e-4  # seconds between queries of the device
 _INTERVAL = 30  # seconds between lines about trainings that are not finished
-_EVERY = 20.0  # seconds between checkpoints of a training, for each that is in flight
 _STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and lose work since the last checkpoint"
 
 
@@ -226,7 +225,7 @@ class Fleet:
             self._finish(flight)
         elif self._late(flight.pace):
             flight.held = True
-        elif now - flight.saved > min(self.every, _EVERY * self.size):
+        elif now - flight.saved > min(self.every, 20.0 * self.size):
             self._checkpoint(flight)
         flight.began = now
         return True

@@ -10,8 +10,7 @@ import importlib.util
 import inspect
 import math
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -38,9 +37,8 @@ DATA: dict[str, Callable[[Path | None], Any]] = {}
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
-_loading = False  # a plugin, whose hash is not known before its imports have run
-_INSTALLED = {"site-packages", "dist-packages"}  # where packages are
-_FOREIGN = (Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1])  # Python's modules and ours
+_loading = False  # a plugin
+_FOREIGN = (Path(ast.__file__).parent, Path(__file__).parents[1])  # Python's modules and ours
 
 
 def register_method(name: str, make: MakeMethod) -> None:
@@ -90,8 +88,8 @@ def load_plugin(path: Path) -> None:
         run_file(path)
     finally:
         _loading = False
-    new = [name for name, source in _sources.items() if not source]
-    _sources.update(dict.fromkeys(new, _hash_of(path.read_bytes())))
+        for each in [registered for registered, source in _sources.items() if not source]:
+            _sources[each] = _hash_of(path, "", {})
 
 
 def run_file(path: Path) -> ModuleType:
@@ -114,48 +112,39 @@ def plugin_of(config: "Config") -> str:
 
 def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     function = getattr(make, "func", make)  # of a partial
-    known, own = _KNOWN[kind], not _loading and function.__module__.startswith("steradian.lab.")
+    known = _KNOWN[kind]
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
     known[name] = make
-    if not own:  # the file that the function is defined in, or its own text in a notebook
-        file, module = Path(inspect.getsourcefile(function) or ""), inspect.getmodule(function)
-        source = file.read_bytes() if file.is_file() else inspect.getsource(function).encode()
-        _sources[kind, name] = "" if _loading else _hash_of(source, getattr(module, "__package__", None) or "")
+    if _loading:
+        _sources[kind, name] = ""  # until the plugin's imports have run
+    elif not function.__module__.startswith("steradian.lab."):
+        # The file that the function is defined in, or its own text in a notebook.
+        file, text = Path(inspect.getsourcefile(function) or ""), inspect.getsource(function).encode()
+        package = getattr(sys.modules.get(function.__module__), "__package__", None) or ""
+        digest = _hash_of(file, package, {}) if file.is_file() else hashlib.sha256(text).hexdigest()[:12]
+        _sources[kind, name] = digest
 
 
-def _hash_of(source: bytes, package: str = "") -> str:
-    """The hash of a source and of the user's modules that it imports, and those that they import."""
-    sources, seen = [(source, package)], set[Path]()
-    for text, inside in sources:  # it grows
-        with suppress(SyntaxError, ValueError):  # of a compiled module, or a piece of a notebook
-            for file, parent in _imports(text, inside):
-                if file not in seen:
-                    seen.add(file)
-                    sources.append((file.read_bytes(), parent))
-    return hashlib.sha256(b"".join(text for text, _ in sources)).hexdigest()[:12]
-
-
-def _imports(source: bytes, package: str) -> Iterator[tuple[Path, str]]:
-    """File and package of each module that a source imports, except Python's, installed ones and ours."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
+def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
+    """The hash of a file and of the user's modules that it imports, directly or through others."""
+    found[file] = file.read_bytes()
+    for node in ast.walk(ast.parse(found[file])):
         module = getattr(node, "module", None)
         start = "." * getattr(node, "level", 0) + (f"{module}." if module else "")
-        for name in (start + each.name for each in node.names):
-            with suppress(ImportError, ValueError):  # not there, such as an optional package
-                parts = importlib.util.resolve_name(name, package).split(".")
-                for path in accumulate(parts, "{}.{}".format):
-                    if (spec := importlib.util.find_spec(path)) is None:
+        for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            with suppress(ImportError, SyntaxError, ValueError):  # an optional package that is not there
+                parts = importlib.util.resolve_name(start + each.name, package).split(".")
+                for name in accumulate(parts, "{}.{}".format):
+                    spec = importlib.util.find_spec(name)
+                    at = Path((spec and spec.origin) or "")  # a namespace has none
+                    if {"site-packages", "dist-packages"} & {*at.parts} or any(map(at.is_relative_to, _FOREIGN)):
                         break
-                    file = Path(spec.origin or "")  # a namespace has none
-                    if _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _FOREIGN)):
+                    if spec and at.suffix == ".py" and at not in found:
+                        _hash_of(at, spec.parent or "", found)
+                    if not (spec and spec.submodule_search_locations):
                         break
-                    if file.is_file():
-                        yield file, spec.parent or ""
-                    if spec.submodule_search_locations is None:
-                        break
+    return hashlib.sha256(b"".join(found.values())).hexdigest()[:12]
 
 
 # Schedules

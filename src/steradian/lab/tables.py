@@ -361,7 +361,7 @@ def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
 def grid_rows(results: Iterable[Result]) -> Rows:
     """The table of `search`."""
     lines, every = [], search(results)
-    names = "η, λ" + ", β2" * any(_beta2(best.config.method, 0.0) for best in every)
+    names = "η, λ" + ", β2" * any(best.config.method.startswith("Ad") for best in every)
     heads = ["column", "method", "epochs", f"best: {names}", f"paper: {names}", "validation", "test", "seeds", "points"]
     for best in every:
         c, runs = best.config, best.runs
@@ -388,7 +388,7 @@ def point_rows(results: Iterable[Result]) -> Rows:
     for _, runs in sorted(_grouped((r for r in results if r.config.start is None), kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [_validation(result) for result in runs if not result.diverged]
-        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", _beta2(c.method, c.betas[1])]
+        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", f"{c.betas[1]:g}" if c.method.startswith("Ad") else ""]
         reached = [_percent(Cell.of(kept).mean) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, f"{papers.mean:.2f}" if papers else ""])
@@ -401,12 +401,7 @@ def _where(config: Config) -> str:
 
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
     """η, λ and, if the method has it, β2."""
-    return ", ".join(filter(None, (f"{lr:g}", f"{decay:g}", _beta2(method, beta2))))
-
-
-def _beta2(method: str, beta2: float) -> str:
-    """As a text; "" if the method has none, so far as its name tells."""
-    return f"{beta2:g}" if method.startswith("Ad") else ""
+    return f"{lr:g}, {decay:g}" + (f", {beta2:g}" if method.startswith("Ad") else "")
 
 
 # Methods compared with one of them, by 95 % intervals, with Holm's correction within a family of comparisons

@@ -166,8 +166,7 @@ class Training:
         made = METHODS[self.config.method](self.groups, self.config)
         made = [made] if isinstance(made, Optimizer) else made
         if not isinstance(made, list | tuple) or not all(isinstance(each, Optimizer) for each in made):
-            kind, name = type(made).__name__, self.config.method
-            raise TypeError(f"method {name!r} must return a torch optimizer, or a list of them, got {kind}")
+            raise TypeError(f"method {self.config.method!r} must return one or several optimizers, got {made!r:.60}")
         for optimizer in made:
             if self.execution.compiled and isinstance(inspect.getattr_static(optimizer, "update", None), staticmethod):
                 # Steps without a fused form take a few kernels per parameter instead of forty.
