@@ -129,7 +129,7 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
 def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
     """The hash of a file and of the user's modules that it imports, directly or through others."""
     found[file] = file.read_bytes()
-    for node in ast.walk(ast.parse(found[file])):
+    for node in ast.walk(ast.parse(found[file])) if file.suffix == ".py" else ():
         module = getattr(node, "module", None)
         start = "." * getattr(node, "level", 0) + (f"{module}." if module else "")
         for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
@@ -140,7 +140,7 @@ def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
                     at = Path((spec and spec.origin) or "")  # a namespace has none
                     if {"site-packages", "dist-packages"} & {*at.parts} or any(map(at.is_relative_to, _FOREIGN)):
                         break
-                    if spec and at.suffix == ".py" and at not in found:
+                    if spec and at.is_file() and at not in found:
                         _hash_of(at, spec.parent or "", found)
                     if not (spec and spec.submodule_search_locations):
                         break
