@@ -138,7 +138,13 @@ def test_inspect_builds_a_transformers_model_from_its_config(call, tmp_path, qwe
     assert re.search(heads, done.out, re.MULTILINE)
     assert "lm_head.weight" in done.out
     assert "layers.3" not in done.out
-    assert re.match(r"steradian: .*no/such/folder", call("inspect", "hf:no/such/folder", "--input", "4x6:11").err)
+    assert done.out.startswith("3 of 5 layers: the shares are those of this smaller model.\n")
+    whole = call("inspect", f"hf:{tmp_path / place}", "--input", "4x6:11", "--layers", "5")
+    assert "of 5 layers" not in whole.out
+    numbers = call("inspect", f"hf:{tmp_path / place}", "--input", "4x6")
+    assert "an embedding takes token ids: pass whole numbers (steradian inspect: --input 4x64:32000)" in numbers.err
+    missing = call("inspect", "hf:no/such/folder", "--input", "4x6:11").err
+    assert missing.startswith("steradian: hf:no/such/folder: no such folder or file")
 
 
 def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):
@@ -229,11 +235,24 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("compare --methods Lion", "methods must be among"),
         ("compare --methods Adam --lr Adam=fast", "a value must be METHOD=NUMBER"),
         ("compare --methods Adam --lr Adam=1,2", "one value for each method, got several for Adam"),
-        ("compare --methods Adam --lr Lion=1", "lr must be among"),
+        ("compare --methods Adam --lr Lion=1", "methods of lr must be among SGD-M"),
+        ("compare --methods SGD --lr SGD=.1 --lr Adam=.1", "methods of lr must be among SGD, got Adam"),
+        ("compare --methods Adam --weight-decay SGD-M=0", "methods of weight_decay must be among Adam, got SGD-M"),
+        ("compare --methods Adam --points 3", "--points is an option of steradian tune"),
+        ("compare --methods Adm", "did you mean 'Adam'? methods must be among SGD-M, Adam"),
+        ("compare --methods Adam --lr Adm=1", "did you mean 'Adam'? methods of lr must be among"),
+        ("compare --methods Adam --set nrom=wn", "did you mean 'norm'? set must be among norm, betas, momentum"),
+        ("compare --methods Adam --set lr=0.1", "set must be among norm, betas"),
+        ("language --root . --set haeds=3", "did you mean 'heads'? set must be among blocks, width"),
         ("compare --methods Adam --schedule exponential", "schedule must be among steps, cosine, linear"),
-        ("compare --methods SGD", "lr must be given for SGD, such as SGD=0.01"),
-        ("compare --methods Adam --plugin nowhere.py", "plugin must be a Python file"),
-        ("tune --methods Adam --methods SGD-M --lr Adam=1,2", "the same number of points, got Adam 2, SGD-M 6"),
+        ("compare --methods SGD", "lr must be given for SGD: --lr SGD=0.01, or lr={'SGD': 0.01} in Python"),
+        ("compare --methods hyperball-muon", "--lr 'Hyperball, Muon=0.01'"),
+        ("compare --methods Adam --plugin nowhere.py", "got 'nowhere.py', which does not exist"),
+        ("compare --methods Adam --plugin .", "plugin must be a Python file, got '.'"),
+        (
+            "tune --methods Adam --methods SGD-M --lr Adam=1,2",
+            "the same number of points, got Adam 2, SGD-M 6: name as many",
+        ),
         ("table nothing", "no results of 'nothing'"),
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
         ("figure nothing pie -o x.svg", "kind must be among loss, accuracy"),

@@ -241,6 +241,8 @@ def test_another_file_is_refused(content, tmp_path):
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ValueError, match=r"x\.json"):
         Groups.load(tmp_path / "x.json", blocks())
+    with pytest.raises(ValueError, match=r"path must be a file that Groups\.save wrote, got Sequential$"):
+        Groups.load(blocks(), tmp_path / "x.json")
 
 
 class Layers(nn.Module):

@@ -357,7 +357,8 @@ class Groups:
             content = json.loads(Path(path).read_bytes())
             found = content.pop("format")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"path must be a file that Groups.save wrote, got {str(path)!r}") from error
+            got = repr(str(path)) if isinstance(path, str | Path) else type(path).__name__
+            raise ValueError(f"path must be a file that Groups.save wrote, got {got}") from error
         if found != _FORMAT:
             raise ValueError(f"{path} has format {found!r}, and this version reads {_FORMAT}; save the groups again")
         content["params"] = _fitting(content.pop("shapes"), content["frozen"], model)

@@ -327,6 +327,26 @@ def test_progress_shows_epoch_loss_accuracy_and_time_left(tmp_path, data):
     assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", output[False])
 
 
+@pytest.mark.parametrize(("size", "seconds"), [(1, 29), (40, 5 * 29)])
+def test_a_single_training_has_a_checkpoint_early_and_continues_from_it(tmp_path, data, size, seconds):
+    """With epochs of half a minute; the study is killed when it has a checkpoint."""
+    now, console = [0.0], Console(file=io.StringIO(), width=160)
+    [config] = methods("Adam", epochs=8)
+
+    class Slow(Progress):
+        def epoch(self, config, curves):
+            if (tmp_path / "work" / "checkpoints" / f"{config.key}.pt").exists():
+                raise KeyboardInterrupt
+            now[0] += 29.0
+
+    run = {"size": size, "clock": lambda: now[0]}
+    with pytest.raises(KeyboardInterrupt):
+        fleet(tmp_path, data, progress=Slow(), **run).run([config])
+    assert now[0] == seconds + 29, "it is noticed an epoch later"
+    assert fleet(tmp_path, data, progress=Progress(console), **run).run([config])
+    assert "0 of 1 trainings were finished before, 1 continues from a checkpoint\n" in console.file.getvalue()
+
+
 def test_a_diverging_run_is_recorded_and_the_others_finish(tmp_path, data):
     [wild] = methods("SGD", epochs=3)
     wild, calm = replace(wild, lr=1e30, norm="wn"), CONFIG

@@ -16,7 +16,7 @@ import torch
 
 from steradian import lab
 from steradian.cli import main
-from steradian.lab import registry
+from steradian.lab import angle, registry  # noqa: F401  # angle registers methods, which are kept
 from steradian.lab.config import Config
 from steradian.lab.recipes import comparison, tuning
 from steradian.lab.results import CURVES, Result, Store
@@ -181,6 +181,60 @@ def test_only_trainings_that_use_a_plugin_have_its_hash(known, tmp_path):
         fleet(tmp_path, few()).run([replace(CONFIG, method="Signs")])
     with pytest.raises(ValueError, match="name must not be that of a method of the lab"):
         lab.register_method("Adam", lambda groups, config: None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "from opts_@ import RATE\nmake = lambda groups, config: torch.optim.SGD(groups.param_groups(), RATE)",
+        "import opts_@ as o\nmake = lambda groups, config: torch.optim.SGD(groups.param_groups(), o.RATE)",
+        "def make(groups, config):\n    from mine_@.inner import RATE\n    return torch.optim.SGD([], RATE)",
+    ],
+)
+def test_what_a_plugin_imports_is_part_of_the_hash(known, tmp_path, monkeypatch, make):
+    """Also in functions, and through other modules."""
+    mark = re.sub(r"\W", "_", tmp_path.name)  # the modules of other tests stay imported
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    files = {
+        "plugin.py": f"import json, torch\nfrom steradian import lab\n{make}\nlab.register_method('Mine', make)",
+        "opts_@.py": "from mine_@.inner import RATE",
+        "mine_@/__init__.py": "",
+        "mine_@/inner.py": "from . import deeper\nRATE = deeper.RATE",
+        "mine_@/deeper.py": "from rate_@ import RATE",
+        "rate_@.py": "RATE = 0.1",
+        "other.py": "",
+    }
+
+    def key(**changes):
+        for name, text in (files | changes).items():
+            path = tmp_path / name.replace("@", mark)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text.replace("@", mark))
+        lab.load_plugin(tmp_path / "plugin.py")
+        return comparison(network="ResNet20", data="cifar10", methods=["Mine"], lr={"Mine": 1}, seeds=1)[0].key
+
+    first = key()
+    assert key(**{"other.py": "1"}) == first
+    for name in ("rate_@.py", "mine_@/inner.py"):
+        assert key(**{name: files[name] + "  # edited"}) != first
+    assert key() == first
+
+
+def test_a_method_of_another_kind_is_refused_by_name(known):
+    with pytest.raises(TypeError, match=r"'Few' must be called as make\(groups, config\): too many"):
+        lab.register_method("Few", lambda groups: None)
+    for returned in (3, [3], None):
+        lab.register_method("Odd", lambda groups, config, returned=returned: returned)
+        with pytest.raises(
+            TypeError, match=rf"'Odd' must return one or several optimizers, got {re.escape(str(returned))}$"
+        ):
+            Training(replace(CONFIG, method="Odd"), few())
+
+
+def test_a_name_that_differs_in_a_sign_alone_is_that_of_its_method(known):
+    lab.register_method("AdamW", lambda groups, config: torch.optim.AdamW(groups.param_groups(), config.lr))
+    made = [comparison(network="ResNet20", data="digits", methods=[m], lr={m: 1}) for m in ("AdamW", "AdamW†", "adamw")]
+    assert [each[0].method for each in made] == ["AdamW", "AdamW†", "AdamW†"]
 
 
 def test_schedules_by_name_and_by_function(known):

@@ -189,7 +189,7 @@ def test_a_table_compares_with_the_paper_and_marks_noise():
     assert "is first (in the paper's own figures Adam w/o (ab) leads Adam w/o (abc) by 0.11, p = 0.39)" in claim
     assert sgd == "SGD-M is 0.50 above the best Adam variant, Adam w/o (ab)."
     assert shrunk.endswith("SGD-M 3, Adam 3, Adam w/o (ab) 3, Adam w/o (abc) 3.")
-    assert took == "11 trainings took 16 s of x."
+    assert took == "11 trainings took 16 s on x."
 
 
 def test_a_complete_column_needs_no_caution_and_a_lost_first_place_is_stated(tmp_path):
@@ -257,6 +257,15 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     assert line[-1] == "3 (1 diverged)"
 
 
+def test_the_winners_of_ones_own_methods_have_no_column_of_the_papers_and_no_beta2():
+    own = [result(method=method, weight_decay=decay) for method in ("SGD-M", "Mine") for decay in (0.0, 0.1)]
+    own = [replace(each, config=replace(each.config, data="mine")) for each in own]
+    heads, lines = grid_rows(own)
+    assert heads[3:5] == ["best: η, λ", "validation"]
+    assert {len(line) for line in lines} == {len(heads)}
+    assert {line[3] for line in lines} <= {"0.001, 0", "0.001, 0.1"}
+
+
 def test_trainings_of_different_lengths_are_no_grid():
     """Fewer epochs are tried before many, under the name of one study."""
     lengths = [result(), result(seed=1), result(epochs=5, reached=95.0)]
@@ -283,9 +292,9 @@ def test_a_method_that_always_diverged_is_in_the_table_of_the_grid():
 
 def test_short_times_are_given_in_seconds():
     [column] = accuracy_columns([result(), result(seed=1)])
-    assert column.time() == "2 trainings took 3 s of x."
+    assert column.time() == "2 trainings took 3 s on x."
     [column] = accuracy_columns([replace(result(), seconds=120.0)])
-    assert column.time() == "1 training took 0.03 hours of x."
+    assert column.time() == "1 training took 0.03 hours on x."
 
 
 def test_different_images_under_one_name_are_stated():

@@ -111,12 +111,19 @@ def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
 
 def _from_config(transformers: Any, path: str, layers: int | None) -> "nn.Module":
     """The transformers model of a config.json, or of a folder that holds one, with random weights."""
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except OSError as error:
+        missing = "no such folder or file, and no model of this name can be downloaded"
+        raise ValueError(f"hf:{path}: {error if Path(path).exists() else missing}") from error
     if layers is not None:
         parts = [config, *(getattr(config, key) for key in getattr(config, "sub_configs", {}))]
         deep = [(part, key) for part in parts for key in _DEPTHS if hasattr(part, key)]
         if not deep:
             raise ValueError(f"--layers: the config has none of {', '.join(_DEPTHS)}")
+        whole = max(len(depth) if isinstance(depth := getattr(*each), list) else depth for each in deep)
+        if layers < whole:
+            typer.echo(f"{layers} of {whole} layers: the shares are those of this smaller model.\n")
         for part, key in deep:
             depth = getattr(part, key)
             setattr(part, key, depth[:layers] if isinstance(depth, list) else min(depth, layers))

@@ -45,7 +45,7 @@ def compare(
     root: Root = None,
     epochs: Annotated[int, typer.Option(min=1)] = 60,
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
-    points: Annotated[int, typer.Option(min=1, help="tune: rates for each method, a factor √10 apart.")] = 6,
+    points: Annotated[int | None, typer.Option(min=1, help="tune: rates for each method; by default 6.")] = None,
     lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; tune: or METHOD=RATE,RATE,…")] = None,
     weight_decay: Annotated[list[str] | None, typer.Option(help="METHOD=λ; tune: or METHOD=λ,λ,…")] = None,
     schedule: Annotated[str, typer.Option(help="cosine, linear, constant, steps, or a plugin's.")] = "cosine",
@@ -71,6 +71,8 @@ def compare(
         load_plugin(path)
     rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
     tunes = context.info_name == "tune"
+    if points and not tunes:
+        raise ValueError("--points is an option of steradian tune: compare trains one setting of each method")
     several = [method for method, values in [*rates.items(), *decays.items()] if len(values) > 1]
     if several and not tunes:
         raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
@@ -81,7 +83,7 @@ def compare(
     name = study or file_name(f"{context.info_name}-{network}-{data}")
     made = _study(name, {config.data for config in configs}, root, seconds, size=size, device=device, compiled=compile)
     if tunes:
-        tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
+        tried = tuning(configs, points=points or 6, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
         if not _run(partial(made.tuning.run, tried), partial(_show_table, made.tuning, tried)):
             return
         configs = winners(tried, made.tuning.store.results(), seeds)
@@ -265,7 +267,8 @@ def language(
     """
     from steradian.lab.language import RATES, Shape, bits_rows, language_study
 
-    given, made = _settings(settings), _study(study, (), None, seconds, device=device)
+    given = _settings(settings, [*Shape.__dataclass_fields__, "weight_decay"])
+    made = _study(study, (), None, seconds, device=device)
     sizes = {name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
     shape, say = Shape(post_norms=post_norms, **sizes), partial(screen().print, soft_wrap=True)
     work = partial(language_study, shape, root, made, methods=methods, rates=lr or RATES, seeds=seeds, say=say, **given)
@@ -273,11 +276,15 @@ def language(
     _run(work, partial(_show_rows, made, "Bits per byte of the validation text", bits_rows, also))
 
 
-def _settings(given: Sequence[str] | None) -> dict[str, Any]:
-    """NAME=VALUE, with values as JSON or, if they are not, as they are."""
-    found: dict[str, Any] = {}
+def _settings(given: Sequence[str] | None, also: Sequence[str] = ()) -> dict[str, Any]:
+    """NAME=VALUE of fields of `Config`, with values as JSON or, if they are not, as they are."""
+    from steradian.lab.config import Config, match_names
+
+    found, chosen = dict[str, Any](), ("model", "data", "method", "lr", "weight_decay", "seed", "start", "plugin")
+    known = [*also, *(name for name in Config.__dataclass_fields__ if name not in chosen)]
     for text in given or ():
         name, _, value = text.partition("=")
+        [name] = match_names("set", [name], known)
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, Self
 
 from steradian.lab.registry import SCHEDULES
@@ -119,11 +120,12 @@ def match_name(name: str, known: Iterable[str]) -> str | None:
     >>> [match_name(name, known) for name in ("adamw", "Adam-wo-ab", "Adam without (ab)", "Lion")]
     ['AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None]
     """
+    found = [each for each in known if _bare(each) == _bare(name)]
+    return name if name in found else next(iter(found), None)
 
-    def bare(text: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", text.lower()).replace("without", "wo")
 
-    return next((each for each in known if bare(each) == bare(name)), None)
+def _bare(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower()).replace("without", "wo")
 
 
 def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
@@ -131,5 +133,8 @@ def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) ->
     known = list(known)
     found = {name: match_name(name, known) for name in names or known}
     if unknown := [name for name, match in found.items() if match is None]:
-        raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
+        near = {_bare(each): each for each in known}
+        meant = [repr(near[each]) for name in unknown for each in get_close_matches(_bare(name), near, 1)]
+        start = f"did you mean {', '.join(meant)}? " if meant else ""
+        raise ValueError(f"{start}{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
     return [match for match in found.values() if match is not None]

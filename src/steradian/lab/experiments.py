@@ -75,7 +75,7 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config, data, **how: as for `Training`.
+        config: and `data`, `how`: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.

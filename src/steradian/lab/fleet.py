@@ -73,10 +73,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def begin(self, trainings: int, finished: int) -> None:
+    def begin(self, trainings: int, finished: int, continued: int = 0) -> None:
         """Show how many there are."""
         self._total, self._done = trainings, finished
-        self._note(f"{finished} of {trainings} trainings were finished before")
+        more = f", {continued} continue{'s' * (continued == 1)} from a checkpoint" if continued else ""
+        self._note(f"{finished} of {trainings} trainings were finished before{more}")
 
     def epoch(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
         """Update the bar of the training, or print a line at most every half a minute."""
@@ -128,7 +129,7 @@ class Fleet:
     work: Path  #: folder for checkpoints and, with `keep_weights`, for final weights
     size: int = 8  #: how many trainings are in flight
     execution: Execution = field(default_factory=Execution)  #: how they are run
-    every: float = 120.0  #: seconds between checkpoints of a training, which are written when an epoch ends
+    every: float = 120.0  #: seconds between checkpoints of a training, at ends of epochs; 20 × `size` if that is less
     keep_weights: bool = False  #: keep the weights of finished trainings
     progress: Progress = field(default_factory=Progress)  #: shows the progress
     make: Callable[..., Training] = Training  #: makes a training; a subclass may record more than curves
@@ -153,7 +154,8 @@ class Fleet:
         self._claims: dict[str, IO[bytes]] = {}  # locked while this process runs a training
         self._accounted, self._interrupted = self.clock(), False
         with self.progress, _first_interruption(self._interrupt):
-            self.progress.begin(len(wanted), len(wanted) - len(waiting))
+            started = sum(self._path("checkpoints", config).exists() for config in waiting)
+            self.progress.begin(len(wanted), len(wanted) - len(waiting), started)
             try:
                 finished = self._work(waiting)
             finally:
@@ -223,7 +225,7 @@ class Fleet:
             self._finish(flight)
         elif self._late(flight.pace):
             flight.held = True
-        elif now - flight.saved > self.every:
+        elif now - flight.saved > min(self.every, 20.0 * self.size):
             self._checkpoint(flight)
         flight.began = now
         return True
@@ -244,6 +246,7 @@ class Fleet:
                 raise ValueError(f"{path} was started with other images of {data.name} than these; remove it")
             training.load(state["training"])
             flight.seconds = state["seconds"]
+            self.progress.epoch(config, training.curves)
         return flight
 
     def _finish(self, flight: "_Flight") -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from shlex import quote
 from typing import Any
 
 from steradian.lab import paper
@@ -170,9 +171,10 @@ def comparison(
     norm = norm or ("" if own else "bn")
     if not own:
         [norm] = match_names("norm", [norm], NORMS)
-    given = {"lr": by_method("lr", lr), "weight_decay": by_method("weight_decay", weight_decay)}
+    given = {"lr": by_method("lr", lr, taken), "weight_decay": by_method("weight_decay", weight_decay, taken)}
     if unknown := [method for method in taken if method not in paper.LEARNING_RATE and method not in given["lr"]]:
-        raise ValueError(f"lr must be given for {', '.join(unknown)}, such as {unknown[0]}=0.01")
+        ways = f"--lr {quote(f'{unknown[0]}=0.01')}, or lr={ {unknown[0]: 0.01} } in Python"
+        raise ValueError(f"lr must be given for {', '.join(unknown)}: {ways}")
     made = []
     for seed, method in product(range(seeds), taken):
         known = method in paper.LEARNING_RATE
@@ -206,13 +208,14 @@ def tuning(
         made[config.method] = [replace(config, lr=lr, weight_decay=decay) for lr, decay in product(*tried)]
     if len({len(each) for each in made.values()}) > 1:
         counts = ", ".join(f"{method} {len(each)}" for method, each in made.items())
-        raise ValueError(f"every method must have the same number of points, got {counts}")
+        mend = "name as many λ (weight_decay) for the others, or more rates (lr)"
+        raise ValueError(f"every method must have the same number of points, got {counts}: {mend}")
     return [config for each in made.values() for config in each]
 
 
-def by_method(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The same values under the registered names of the methods."""
-    return {match_names(what, [name], METHODS)[0]: value for name, value in (values or {}).items()}
+def by_method(what: str, values: Mapping[str, Any] | None, known: Iterable[str] = METHODS) -> dict[str, Any]:
+    """The same values under the known names of the methods."""
+    return {match_names(f"methods of {what}", [name], known)[0]: value for name, value in (values or {}).items()}
 
 
 def _config(column: tuple[str, str], method: str, **more: Any) -> Config:

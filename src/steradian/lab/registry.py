@@ -1,15 +1,18 @@
 """What the lab can train, by name: methods, networks, data sets and schedules, the paper's and those of plugins.
 
-A plugin is a Python file that calls the `register_` functions. The hash of its source is part of the key of every
-training that uses it, so that an edited optimizer is not taken for the old one.
+A plugin is a Python file that calls the `register_` functions. The hash of its source, and of the modules of the user
+that it imports, is part of the key of every training that uses it: an edited optimizer is not taken for the old one.
 """
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +37,8 @@ DATA: dict[str, Callable[[Path | None], Any]] = {}
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
-_loading = ""  # hash of the plugin that is being loaded
+_loading = False  # a plugin
+_FOREIGN = (Path(ast.__file__).parent, Path(__file__).parents[1])  # Python's modules and ours
 
 
 def register_method(name: str, make: MakeMethod) -> None:
@@ -48,6 +52,10 @@ def register_method(name: str, make: MakeMethod) -> None:
 
     >>> register_method("Plain", lambda groups, config: torch.optim.SGD(groups.param_groups(), config.lr))
     """
+    try:
+        inspect.signature(make).bind("groups", "config")
+    except TypeError as error:
+        raise TypeError(f"method {name!r} must be called as make(groups, config): {error}") from None
     _register("method", name, make)
 
 
@@ -73,12 +81,15 @@ def load_plugin(path: Path) -> None:
     """Run a file that registers methods, networks, data sets or schedules."""
     global _loading
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
-    _loading = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        there = "" if path.exists() else ", which does not exist"
+        raise ValueError(f"plugin must be a Python file, got {str(path)!r}{there}")
+    _loading = True
     try:
         run_file(path)
     finally:
-        _loading = ""
+        _loading = False
+        for each in [registered for registered, source in _sources.items() if not source]:
+            _sources[each] = _hash_of(path, "", {})
 
 
 def run_file(path: Path) -> ModuleType:
@@ -101,14 +112,39 @@ def plugin_of(config: "Config") -> str:
 
 def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     function = getattr(make, "func", make)  # of a partial
-    known, own = _KNOWN[kind], not _loading and function.__module__.startswith("steradian.lab.")
+    known = _KNOWN[kind]
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
     known[name] = make
-    if not own:  # the file that the function is defined in, or its own text in a notebook
-        file = Path(inspect.getsourcefile(function) or "")
-        source = file.read_bytes() if file.is_file() else inspect.getsource(function).encode()
-        _sources[kind, name] = _loading or hashlib.sha256(source).hexdigest()[:12]
+    if _loading:
+        _sources[kind, name] = ""  # until the plugin's imports have run
+    elif not function.__module__.startswith("steradian.lab."):
+        # The file that the function is defined in, or its own text in a notebook.
+        file, text = Path(inspect.getsourcefile(function) or ""), inspect.getsource(function).encode()
+        package = getattr(sys.modules.get(function.__module__), "__package__", None) or ""
+        digest = _hash_of(file, package, {}) if file.is_file() else hashlib.sha256(text).hexdigest()[:12]
+        _sources[kind, name] = digest
+
+
+def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
+    """The hash of a file and of the user's modules that it imports, directly or through others."""
+    found[file] = file.read_bytes()
+    for node in ast.walk(ast.parse(found[file])) if file.suffix == ".py" else ():
+        module = getattr(node, "module", None)
+        start = "." * getattr(node, "level", 0) + (f"{module}." if module else "")
+        for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            with suppress(ImportError, SyntaxError, ValueError):  # an optional package that is not there
+                parts = importlib.util.resolve_name(start + each.name, package).split(".")
+                for name in accumulate(parts, "{}.{}".format):
+                    spec = importlib.util.find_spec(name)
+                    at = Path((spec and spec.origin) or "")  # a namespace has none
+                    if {"site-packages", "dist-packages"} & {*at.parts} or any(map(at.is_relative_to, _FOREIGN)):
+                        break
+                    if spec and at.is_file() and at not in found:
+                        _hash_of(at, spec.parent or "", found)
+                    if not (spec and spec.submodule_search_locations):
+                        break
+    return hashlib.sha256(b"".join(found.values())).hexdigest()[:12]
 
 
 # Schedules

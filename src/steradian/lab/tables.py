@@ -224,7 +224,7 @@ class Column:
         devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
         seconds = sum(result.seconds for result in self.every)
         took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else f"{seconds:.0f} s"
-        return f"{len(self.every)} training{'s' * (len(self.every) != 1)} took {took} of {', '.join(devices)}."
+        return f"{len(self.every)} training{'s' * (len(self.every) != 1)} took {took} on {', '.join(devices)}."
 
 
 def rule_of(columns: Iterable[Column]) -> str:
@@ -360,9 +360,10 @@ def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
 
 def grid_rows(results: Iterable[Result]) -> Rows:
     """The table of `search`."""
-    heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
-    lines = []
-    for best in search(results):
+    lines, every = [], search(results)
+    names = "η, λ" + ", β2" * any(best.config.method.startswith("Ad") for best in every)
+    heads = ["column", "method", "epochs", f"best: {names}", f"paper: {names}", "validation", "test", "seeds", "points"]
+    for best in every:
         c, runs = best.config, best.runs
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
         ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
@@ -371,6 +372,8 @@ def grid_rows(results: Iterable[Result]) -> Rows:
         papers = paper.BEST.get(c.method, {}).get((c.model, c.data))
         printed = _setting(c.method, paper.LEARNING_RATE[c.method], *papers) if papers else ""
         lines.append([_where(c), c.method, str(c.epochs), ours, printed, *figures])
+    if not any(line[4] for line in lines):
+        heads, *lines = ([*row[:4], *row[5:]] for row in (heads, *lines))
     return heads, lines
 
 
@@ -385,7 +388,7 @@ def point_rows(results: Iterable[Result]) -> Rows:
     for _, runs in sorted(_grouped((r for r in results if r.config.start is None), kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [_validation(result) for result in runs if not result.diverged]
-        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
+        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", f"{c.betas[1]:g}" if c.method.startswith("Ad") else ""]
         reached = [_percent(Cell.of(kept).mean) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, f"{papers.mean:.2f}" if papers else ""])
@@ -398,7 +401,7 @@ def _where(config: Config) -> str:
 
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
     """η, λ and, if the method has it, β2."""
-    return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
+    return f"{lr:g}, {decay:g}" + (f", {beta2:g}" if method.startswith("Ad") else "")
 
 
 # Methods compared with one of them, by 95 % intervals, with Holm's correction within a family of comparisons

@@ -164,7 +164,9 @@ class Training:
     def _make_optimizers(self) -> list[Optimizer]:
         """The optimizers of the method, prepared for compiling and capturing."""
         made = METHODS[self.config.method](self.groups, self.config)
-        made = [made] if isinstance(made, Optimizer) else list(made)
+        made = [made] if isinstance(made, Optimizer) else made
+        if not isinstance(made, list | tuple) or not all(isinstance(each, Optimizer) for each in made):
+            raise TypeError(f"method {self.config.method!r} must return one or several optimizers, got {made!r:.60}")
         for optimizer in made:
             if self.execution.compiled and isinstance(inspect.getattr_static(optimizer, "update", None), staticmethod):
                 # Steps without a fused form take a few kernels per parameter instead of forty.

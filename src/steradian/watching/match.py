@@ -92,7 +92,8 @@ def match(
     {'lr': 0.001, 'weight_decay': 0.5}
     """
     if not (isinstance(to, type) and issubclass(to, Optimizer)):
-        raise TypeError(f"to must be a class of optimizers, such as torch.optim.AdamW, got {to!r}")
+        got = repr(to) if isinstance(to, type | str) else f"an instance of {type(to).__name__}"
+        raise TypeError(f"to must be a class of optimizers, such as torch.optim.AdamW, got {got}")
     choices = ("lr",) if issubclass(to, tuple(_PER_RATE)) else ("lr", "weight_decay")
     left = [name for name in choices if name not in fixed]
     if len(left) != 1:
