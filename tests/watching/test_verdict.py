@@ -280,7 +280,7 @@ def test_weights_in_half_precision_that_rounding_keeps_where_they_are(gains):
     sentence = only(watch.verdict(), "rounded")
     assert "healthy" in kinds(watch.verdict()) if gains else sentence.severity == "warning"
     assert sentence.text.startswith(
-        "3 of 12 groups are in bfloat16 and did not move" if gains else "2 of 3 groups are in bfloat16 and did not move"
+        "3 of 12 groups in bfloat16 did not move" if gains else "2 of 3 groups in bfloat16 did not move"
     )
     assert ("1.weight" if gains else "0.weight") in sentence.text
 
