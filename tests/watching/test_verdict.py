@@ -302,6 +302,15 @@ def test_rows_without_a_gradient_say_nothing_of_the_pace_of_their_layer():
     assert "0.weight" not in watch.verdict()[0].text
 
 
+def test_layers_most_of_whose_rows_died_are_still_compared():
+    def died(values, at):
+        values["gradient_norm"]["b.weight"][:3, at >= 50] = 0.0
+
+    found = verdict(run(all_of(died, from_step(50, "angle", "b.weight", 0.01))))
+    assert only(found, "slow").group == "b.weight"
+    assert "died" in only(found, "dead").text
+
+
 def test_a_row_of_padding_has_not_collapsed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 16, padding_idx=1), nn.Linear(16, 5))

@@ -203,12 +203,14 @@ class _Run:
         # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
         pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
         others = _median(self.angle[(self.angle > _STILL) & self.layers]) > 100 * self.angle
-        unused = self.now("gradient_norm") == 0  # most rows have no gradient, such as tokens in no batch
-        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~unused
+        # Most rows have no gradient: now, as those that died, or from the start, as tokens that are in no batch.
+        idle = self.now("gradient_norm") == 0
+        unused = idle & (_median(self.get("gradient_norm")[: self.count]) == 0)
+        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~idle
         self.moving = (self.angle > 0) & ~(self.dead | self.still | unused | np.isinf(radius[self.end]).any(axis=0))
         # What rounding to half precision leaves of a step may be nothing, also of a bias or a gain.
         halves = np.array([entry.get("dtype") in ("bfloat16", "float16") for entry in self.entries], dtype=bool)
-        self.rounded = halves & (self.angle == 0) & (self.rate > 0) & (self.now("gradient_norm", "max") > 0) & ~unused
+        self.rounded = halves & (self.angle == 0) & (self.rate > 0) & (self.now("gradient_norm", "max") > 0) & ~idle
 
     @property
     def median_angle(self) -> float:
