@@ -278,7 +278,7 @@ def test_weights_in_half_precision_that_rounding_keeps_where_they_are(gains):
             (out - torch.randn(16, 64)).square().mean().backward()
             optimizer.step()
     sentence = only(watch.verdict(), "rounded")
-    assert "healthy" in kinds(watch.verdict()) if gains else sentence.severity == "warning"
+    assert sentence.severity == "warning"
     assert sentence.text.startswith(
         "3 of 12 groups in bfloat16 did not move" if gains else "2 of 3 groups in bfloat16 did not move"
     )

@@ -312,8 +312,7 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
 def _rounded(run: _Run) -> Iterator[Sentence]:
     """Groups in half precision whose steps are smaller than the rounding of their weights."""
     dtype = next((entry["dtype"] for entry, out in zip(run.entries, run.rounded, strict=True) if out), "")
-    severity = "warning" if (run.rounded & run.layers).any() else "note"
-    yield from run.say("rounded", run.rounded, among=run.layers | True, dtype=dtype, severity=severity)
+    yield from run.say("rounded", run.rounded, among=run.layers | True, dtype=dtype)
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
