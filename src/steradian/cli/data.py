@@ -14,15 +14,12 @@ data = typer.Typer(help=_HELP, no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Name = Annotated[str, typer.Argument(help="digits, cifar10, cifar100, svhn, or the name of packed data.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the archives, or packed. None: data/NAME.")]
 
 
 @data.command()
-def pack(
-    name: Name,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    root: Root = None,
-) -> None:
+def pack(name: Name, out: Out, root: Root = None) -> None:
     """Write a data set in the packed form: lossless WebP mosaics, labels, and checksums.
 
     Example: steradian data pack digits --out data/digits
@@ -50,7 +47,7 @@ def check(name: Name, root: Root = None) -> None:
 
 @data.command()
 def corpus(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    out: Out,
     source: Annotated[Path | None, typer.Option(help="Folder of Python files; None: the installed packages.")] = None,
 ) -> None:
     """Write the Python files of an environment as one text, for a language model.

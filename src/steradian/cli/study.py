@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from steradian.lab.study import Study
     from steradian.lab.tables import Rows
 
+Recorded = Annotated[int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, or original archives.")]
 _STOP = "Stop at a checkpoint when this time is over; run again to continue."
 Seconds = Annotated[float, typer.Option(min=0, show_default=False, help=_STOP)]
@@ -107,9 +108,7 @@ def reproduce(
     size: Size = None,
     device: Device = None,
     compile: Compile = None,
-    points: Annotated[
-        int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")
-    ] = None,
+    points: Recorded = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
     settings: Annotated[str | None, typer.Option(help="Hyper-parameters: printed, or of the released code.")] = None,

@@ -71,9 +71,8 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
             started, step = time.perf_counter(), 0
             with Watch(optimizer, groups, to=folder, run=name, config=config, every=1) as watch:
                 for _ in range(epochs):
-                    order = torch.randperm(
-                        len(train_split.labels), generator=torch.Generator().manual_seed(seed + step)
-                    )
+                    generator = torch.Generator().manual_seed(seed + step)
+                    order = torch.randperm(len(train_split.labels), generator=generator)
                     for batch in order.split(BATCH)[: len(order) // BATCH]:
                         optimizer.zero_grad()
                         loss = nn.functional.cross_entropy(model(train_split.images[batch]), train_split.labels[batch])

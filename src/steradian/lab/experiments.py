@@ -30,13 +30,12 @@ from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
+from steradian.watching.sources import PHENOMENA
 
 __all__ = ["PHENOMENA", "RECORDED", "Tracked", "compare_trajectories", "track_study", "trajectory_study"]
 
 RECORDED = ("radial", "velocity", "radius", "effective_lr")
 """What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
-PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
-"""(a), (b1), (b2) and (c): the turn of the effective direction that each causes, in radians."""
 ALL, LIVING = "all filters", "living filters"
 """Groups over the whole network: every row, and those that have at least a thousandth of their first radius."""
 _LIVING = 1e-3

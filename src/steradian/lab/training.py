@@ -110,13 +110,8 @@ class Queue:
 class Training:
     """A training that can be run step by step, stopped, saved and continued, on the device of its data.
 
-    It starts from `weights`, parameters and buffers by name, or from a fresh network.
-
-    Attributes:
-        curves: by name in `results.CURVES`, one number for each finished epoch.
-        epoch: epochs that are finished.
-        steps: steps in an epoch.
-        left: steps of this epoch that have not been enqueued.
+    It starts from `weights`, parameters and buffers by name, or from a fresh network. `curves` have one number for each
+    finished epoch, of which there are `epoch`; of the `steps` of this epoch `left` have not been enqueued.
     """
 
     def __init__(

@@ -19,13 +19,8 @@ AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)
 class Resident:
     """Training, validation and test images on one device, as uint8.
 
-    The share `validation` of the training images is held out, the same ones for every seed.
-
-    Attributes:
-        counts: number of images by part: "train", "validation", "test".
-        spans: where validation and test lie among the images that are held out.
-        views: number of ways in which an image can be cropped and flipped.
-        fingerprint: a hash of all images and labels, whatever their source.
+    The share `validation` of the training images is held out, the same ones for every seed. An image can be cropped and
+    flipped in `views` ways; `spans` are the places of validation and test images among those that are held out.
     """
 
     def __init__(self, data: DataSet, device: torch.device | str = "cpu", *, validation: float = 0.05) -> None:
