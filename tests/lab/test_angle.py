@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from steradian import optim
 from steradian.lab import angle
 from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study
 from steradian.lab.config import Config
+from steradian.lab.fleet import Fleet, Progress
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 from steradian.lab.rivals import Hyperball
@@ -147,6 +149,13 @@ def test_every_method_of_the_tuning_has_six_points_with_the_same_angles():
         assert math.sqrt(2 * lr * decay * 0.1 / 1.9) == pytest.approx(theta, rel=1e-9)
 
 
+def let_time_pass_after_an_epoch(patch):
+    """The first epoch that ends takes all the time there is."""
+    passed = []
+    patch.setattr(Progress, "epoch", lambda *_: passed.append(100))
+    patch.setattr("steradian.lab.study.Fleet", partial(Fleet, clock=lambda: time.monotonic() + sum(passed)))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_path, monkeypatch):
     few = {
@@ -156,12 +165,14 @@ def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_
     }
     points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
     monkeypatch.setattr(angle, "PARTS", PARTS | points)
-    how = {"methods": few[part], "data": "digits", "epochs": 2, "seeds": 1, "points": 8, "settings": SETTINGS}
+    how = {"methods": few[part], "data": "digits", "epochs": 3, "seeds": 1, "points": 8, "settings": SETTINGS}
     tables = []
     for place, pauses in (("whole", 0), ("parts", 2)):
         study = Study("angle", tmp_path / place, tmp_path / f"{place}-runs", device="cpu")
-        for _ in range(pauses):  # the first epoch that ends after the time is over is the last one
-            assert not angle_study(part, replace(study, deadline=time.monotonic() + 0.2), **how)
+        for _ in range(pauses):
+            with monkeypatch.context() as patch:
+                let_time_pass_after_an_epoch(patch)
+                assert not angle_study(part, replace(study, deadline=time.monotonic() + 50), **how)
             assert any(study.runs.rglob("*.lock"))  # something was begun
         assert angle_study(part, study, **how)
         tables.append(
