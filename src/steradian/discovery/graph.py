@@ -1,18 +1,15 @@
 """The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-One table of operations (operations.toml) answers three questions. `proposals`: for every tensor h of the model, which
-parameters scale h when they grow together? If h is normalized, that set is jointly invariant; the graph does not know
-what is normalized, so every tensor proposes its set, and the measured inner products decide. `readers`: which
-parameters multiply h next? `follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears
-in a normalization.
+One table of operations answers three questions. `proposals`: for every tensor h of the model, which parameters scale h
+when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized,
+so every tensor proposes its set, and the measured inner products decide. `readers`: which parameters multiply h next?
+`follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears in a normalization.
 """
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
-from importlib.resources import files
 from math import isnan, nan
 from operator import or_
 from typing import Any
@@ -22,8 +19,39 @@ from torch import Tensor, nn
 
 from steradian.groups import bare
 
-# By kind, the names of operations.
-_KINDS = tomllib.loads((files("steradian.discovery") / "operations.toml").read_text(encoding="utf-8"))
+_KINDS = {
+    # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their
+    # inputs grow (GELU, SiLU, Mish and softplus become ReLU), and what is left falls as a normalization's ε does.
+    "nonlinear": """gelu silu mish elu celu softplus logsigmoid sigmoid tanh glu hardswish hardsigmoid hardtanh
+        softshrink hardshrink threshold softmax logsoftmax logsumexp exp exp2 expm1 log log2 log10 log1p erf erfc
+        sin cos tan asin acos atan sinh cosh asinh acosh atanh""",
+    # Part of a normalization, of a polynomial, or of an activation with a threshold.
+    "power": "pow sqrt rsqrt reciprocal clamp clampmin clampmax",
+    # Homogeneous of degree 1 in all inputs together.
+    "linear": """sum mean cumsum neg relu leakyrelu abs amax maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d
+        adaptivemaxpool3d avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d nativedropout fuseddropout embedding
+        embeddingbag channelshuffle nativechannelshuffle index indexselect gather view unsafeview reshapealias t
+        transpose permute expand clone tocopy alias squeeze unsqueeze select slice split splitwithsizes unbind repeat
+        roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im constantpadnd reflectionpad1d
+        reflectionpad2d replicationpad1d replicationpad2d upsamplenearest1d upsamplenearest2d upsamplebilinear2d
+        upsamplebicubic2d""",
+    "sum": "add sub rsub",
+    "concatenation": "cat stack copyslices",
+    # Entries come from one input or another, or the inputs play different roles.
+    "mixture": "max prelukernel rreluwithnoise trilinear lerp",
+    "choice": "where maskedfill",
+    # The first two inputs are multiplied, and the others added.
+    "product": """mul mm bmm mv dot vdot matmul groupedmm
+        convolution mkldnnconvolution cudnnconvolution linear mkldnnlinear""",
+    # The second and the third input are multiplied, and the first added.
+    "sum of products": "addmm addbmm baddbmm addmv addcmul",
+    "division": "div",
+    # Lengths and sorted parts, which normalizations are made of.
+    "length": "var std varmean stdmean linalgvectornorm norm sort topk scatteradd indexadd indexput",
+    "weight norm": "weightnorminterface weightnorm",
+    # They remove the scale of the first input and give that of the gain and the bias, which come next.
+    "normalization": "nativelayernorm nativebatchnorm cudnnbatchnorm miopenbatchnorm nativegroupnorm fusedrmsnorm",
+}
 _KIND = {operation: kind for kind, operations in _KINDS.items() for operation in operations.split()}
 _EXPONENT = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 
