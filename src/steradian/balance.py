@@ -189,8 +189,7 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(size * total / (2 * decay), power=0, root=2, pace=size**0.5, free=False, shrink=2 * decay)
 
 
-_named: dict[str, Balanced] = {"Lion": lion}
-"""Optimizers of other libraries, by the names of their classes."""
+_named: dict[str, Balanced] = {"Lion": lion}  # optimizers of other libraries, by the names of their classes
 
 
 @dataclass(frozen=True)

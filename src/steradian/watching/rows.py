@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded, parameters_of
-from steradian.optim.rows import sharding
+from steradian.optim.rows import arithmetic, sharding
 from steradian.watching.records import listed
 
 __all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]
 
-Settings = dict[str, Any]
-"""A param group of an optimizer."""
+Settings = dict[str, Any]  # a param group of an optimizer
 Model = nn.Module | Sequence[nn.Module] | Groups | None
 """Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
 
@@ -256,8 +255,7 @@ def place(watched: Iterable[WatchedGroup], *, key: Callable[[WatchedGroup], Any]
 
 def dtype_of(watched: Iterable[WatchedGroup]) -> torch.dtype:
     """The dtype of numbers per row: float64 if a parameter has it, else float32."""
-    wide = any(param.dtype == torch.float64 for group in watched for param in group.params)
-    return torch.float64 if wide else torch.float32
+    return arithmetic(param for group in watched for param in group.params)
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float | Tensor:
