@@ -67,7 +67,6 @@ Balanced = Callable[[Mapping[str, Any], int], Balance]
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
 AT_ZERO = "its rate is 0 now, as at the start of a warm-up: ask before the schedule is made"
-"""Why there is no angle at a rate of 0."""
 
 
 def register(kind: type[Optimizer]) -> Callable[[Balanced], Balanced]:

@@ -339,8 +339,7 @@ def _read_lion(taken: Taken) -> Step:
     return Step(a, _uniform(1, a), taken.setting("lr"), decay=taken.setting("weight_decay"), beta=beta1)
 
 
-_named: dict[str, Reader] = {
+_named: dict[str, Reader] = {  # third-party classes by name, so that their packages need not be installed
     "Lion": _read_lion,
     **dict.fromkeys(("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"), _read_schedule_free),
 }
-"""Readers of third-party classes by name, so that their packages need not be installed."""

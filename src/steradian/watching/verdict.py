@@ -41,12 +41,11 @@ _COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
 _KEPT = 2**22  # numbers that a history keeps: 16 MB
 _OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}  # alerts that no other sentence is about
 _SEVERAL = {"is": "are", "was": "were", "turns": "turn", "its": "their"}
-_PAIRS = [
+_PAIRS = [  # quantities and statistics that a verdict is made from
     *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
     *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
     *(("gradient_norm", statistic) for statistic in ("min", "q10", "median", "max")),
 ]
-"""Quantities and statistics that a verdict is made from."""
 
 
 @dataclass(frozen=True)
