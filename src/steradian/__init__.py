@@ -32,7 +32,7 @@ __all__ = [
     "watch",
 ]
 
-_WITHIN = {
+_WITHIN = {  # functions and classes, and the module that each of them is in
     "Groups": "groups",
     "equilibrium": "balance",
     "find_groups": "discovery",
@@ -40,9 +40,7 @@ _WITHIN = {
     "report": "reporting.page",
     "watch": "watching.watch",
 }
-"""Functions and classes, and the module that each of them is in."""
-_MORE = ("discovery", "lab", "reporting", "watching")
-"""Packages that most programs import by themselves, or not at all."""
+_MORE = ("discovery", "lab", "reporting", "watching")  # which most programs import by themselves, or not at all
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,6 @@ Balanced = Callable[[Mapping[str, Any], int], Balance]
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
 AT_ZERO = "its rate is 0 now, as at the start of a warm-up: ask before the schedule is made"
-"""Why there is no angle at a rate of 0."""
 
 
 def register(kind: type[Optimizer]) -> Callable[[Balanced], Balanced]:
@@ -189,8 +188,7 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(size * total / (2 * decay), power=0, root=2, pace=size**0.5, free=False, shrink=2 * decay)
 
 
-_named: dict[str, Balanced] = {"Lion": lion}
-"""Optimizers of other libraries, by the names of their classes."""
+_named: dict[str, Balanced] = {"Lion": lion}  # optimizers of other libraries, by the names of their classes
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) ->
 def _kept(lr: float, weight_decay: float) -> float:
     """1 − ηλ, checked."""
     if lr <= 0 or weight_decay < 0 or lr * weight_decay >= 1:
-        raise ValueError(
-            f"lr must be positive, weight_decay not negative and lr·weight_decay below 1, got {lr} and {weight_decay}"
-        )
+        right = "lr must be positive, weight_decay not negative and lr·weight_decay below 1"
+        raise ValueError(f"{right}, got {lr} and {weight_decay}")
     return 1 - lr * weight_decay

@@ -11,8 +11,7 @@ from torch import Tensor
 
 __all__ = ["angle", "collapsed", "exp", "log", "norm", "split", "tangent", "transport"]
 
-# Numbers that torch adds up on a CPU to float32's last digits: neighbours in memory, and others.
-_PIECE, _SCATTERED = 2**12, 2**8
+_PIECE, _SCATTERED = 2**12, 2**8  # numbers that a CPU adds up to float32's last digits: neighbours, and others
 
 
 def split(x: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
@@ -171,9 +170,8 @@ def _rows(x: Tensor, name: str) -> Tensor:
 def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tensor]:
     a, b = _rows(a, name_a), _rows(b, name_b)
     if a.shape[-1] != b.shape[-1]:
-        raise ValueError(
-            f"{name_a} and {name_b} must have rows of one length, got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"{name_a} and {name_b} must have rows of one length, got {shapes}")
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 

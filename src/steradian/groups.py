@@ -22,8 +22,7 @@ from steradian.names import fold, plural
 __all__ = ["Group", "Groups", "Layout", "Pair", "Spec"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-_FORMAT = 1
-"""Of saved groups; a number that changes with the fields of `Groups`."""
+_FORMAT = 1  # of saved groups; a number that changes with the fields of `Groups`
 
 Spec = str | int | tuple[str | int, ...]
 """How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -252,10 +251,8 @@ class Groups:
     facts: list[Group] = field(default_factory=list)  #: further sets that are invariant, each proved like the others
     #: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself
     pairs: list[Pair] = field(default_factory=list)
-    #: trainable parameters that no output depends on; they belong to the rest
-    no_effect: list[str] = field(default_factory=list)
-    #: parameters that do not require gradients; they are in no parameter group
-    frozen: list[str] = field(default_factory=list)
+    no_effect: list[str] = field(default_factory=list)  #: trainable ones, in the rest, that no output depends on
+    frozen: list[str] = field(default_factory=list)  #: parameters without requires_grad; in no parameter group
     #: parameters some of whose equal blocks are invariant, with a description
     partial: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)  #: further names of tied parameters, by first name

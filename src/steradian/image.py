@@ -149,9 +149,8 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
 def image_of_rows(x: Tensor, step: Step, *, check: bool = True) -> ImageStep:
     """As `image_step`, for (n, d) rows in float32 or float64 and a step whose a and b have their shape."""
     if step.a.shape != x.shape or step.b.shape != x.shape:
-        raise ValueError(
-            f"x, a and b must have one shape, got {(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
-        )
+        shapes = f"{(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
+        raise ValueError(f"x, a and b must have one shape, got {shapes}")
     scale = norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5
     return _decompose(x, step.a.to(x.dtype) / step.b, step.lr, step.decay, scale, "the step a ⊘ b" if check else "")
 

@@ -8,14 +8,11 @@ __all__ = ["fold", "plural", "ranges"]
 
 _NUMBER = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
 _BETWEEN = re.compile(r"[\s(){},]")
-_FEWEST = 3
-"""Names that differ by a number alone are folded if there are this many."""
+_FEWEST = 3  # names that differ by a number alone are folded if there are this many
 
-Slot = tuple[int, int]
-"""The place of a number in a template: which of its numbers, and what is added to it."""
+Slot = tuple[int, int]  # the place of a number in a template: which of its numbers, and what is added to it
 Template = tuple[str | Slot, ...]
-Box = tuple[tuple[int, ...], ...]
-"""The values of each of a template's numbers; it stands for all combinations of them."""
+Box = tuple[tuple[int, ...], ...]  # the values of each of a template's numbers; it stands for all combinations of them
 
 
 def plural(number: int, noun: str) -> str:

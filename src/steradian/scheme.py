@@ -199,13 +199,13 @@ def _update_of(kind: type[Any]) -> tuple[Any, Any]:
     return inspect.unwrap(kind.step), getattr(kind, "update", None)
 
 
-def _is_foreign(kind: type[Optimizer]) -> bool:
+@functools.cache
+def _foreign(kind: type[Optimizer]) -> bool:
     functions = (*_update_of(kind), _find_reader(kind))
     modules = [str(getattr(function, "__module__", "")) for function in functions if function is not None]
     return any(module.partition(".")[0] not in ("torch", "steradian") for module in modules)
 
 
-_foreign = functools.cache(_is_foreign)
 is_foreign: Callable[[Any], bool] = _foreign
 """Whether the step of a class of optimizers, or the function that reads it, is neither torch's nor ours."""
 
@@ -339,8 +339,7 @@ def _read_lion(taken: Taken) -> Step:
     return Step(a, _uniform(1, a), taken.setting("lr"), decay=taken.setting("weight_decay"), beta=beta1)
 
 
-_named: dict[str, Reader] = {
+_named: dict[str, Reader] = {  # third-party classes by name, so that their packages need not be installed
     "Lion": _read_lion,
     **dict.fromkeys(("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"), _read_schedule_free),
 }
-"""Readers of third-party classes by name, so that their packages need not be installed."""

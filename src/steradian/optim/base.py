@@ -277,10 +277,8 @@ class RowOptimizer(Optimizer, ABC):
     def emit(self, on: bool = True) -> None:
         """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`; a copy of the optimizer starts without."""
         if on and not self._emits:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} has no telemetry: call transport.emit in its update, and declare it with emits=True"
-            )
+            remedy = "call transport.emit in its update, and declare it with emits=True"
+            raise TypeError(f"{type(self).__name__} has no telemetry: {remedy}")
         if on != (self.telemetry is not None):
             self._fused_step, self.telemetry = None, Telemetry() if on else None
             self._cover_rows()

@@ -141,9 +141,8 @@ def _radial(taken: Taken) -> bool:
 
 def _layout(taken: Taken) -> Layout:
     if taken.group.get("joint") and len(taken.group["params"]) > 1:
-        raise UnreadableOptimizerError(
-            "rows that span several parameters cannot be read from one of them; the optimizer's telemetry has them"
-        )
+        why = "rows that span several parameters cannot be read from one of them; the optimizer's telemetry has them"
+        raise UnreadableOptimizerError(why)
     return Layout(taken.group["rows"])
 
 

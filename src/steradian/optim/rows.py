@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from steradian.geometry import at_hand
 from steradian.groups import Layout
 
-Options = Mapping[str, Any]
-"""A param group."""
+Options = Mapping[str, Any]  # a param group
 State = dict[str, Tensor]
 Function = Callable[[Tensor], Tensor]
 
-# Numbers of a tensor that one pass of a step works on, on a CPU: several such temporaries stay in its cache.
-_PIECE = 2**18
+_PIECE = 2**18  # numbers of a tensor that one pass of a step works on, on a CPU: several temporaries stay in its cache
 
 
 def sharding() -> ModuleType:
@@ -76,17 +74,6 @@ class RowSet:
     `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides and the
     dtype allow, else a copy in the arithmetic's dtype. The entries within a row follow the parameter's strides, so that
     channels_last needs no copy. A step goes through the rows piece by piece (`pieces`), which puts copies back.
-
-    Attributes:
-        layout: how each tensor is cut.
-        params: the parameters, all with a gradient.
-        states: the optimizer's state of each.
-        absent: the states of a joint set's parameters without a gradient: step count and numbers per row follow.
-        fresh: the states were made for this step.
-        n: number of rows.
-        d: numbers in a row, over all parameters.
-        dtype: what rows are computed in: the widest that one of the parameters needs.
-        owners: the optimizer's parameters, of which `params` may be parts or copies.
     """
 
     telemetry: Tensor | None = None  # memory for the numbers of `TELEMETRY`, (n, 7); None: it is off
@@ -102,9 +89,11 @@ class RowSet:
         absent: Sequence[State] = (),
         fresh: bool = False,
     ) -> None:
-        self.layout, self.params, self.states = layout, params, states
-        self.owners, self.absent, self.fresh = params, absent, fresh
-        self.dtype = arithmetic(params)
+        self.layout, self.params, self.states = layout, params, states  # the parameters all have a gradient
+        self.absent = absent  # states of a joint set's parameters without: step count and numbers per row follow
+        self.fresh = fresh  # the states were made for this step
+        self.owners = params  # the optimizer's parameters, of which `params` may be parts or copies
+        self.dtype = arithmetic(params)  # what rows are computed in
         self._cuts = [_cut(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
 
@@ -289,10 +278,8 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
 
 # Row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------------
 
-# Numbers in a row set from which on the arithmetic takes longer than the calls.
-_SMALL = 2**12
-# Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
-_MATRICES = 2**27
+_SMALL = 2**12  # numbers in a row set from which on the arithmetic takes longer than the calls
+_MATRICES = 2**27  # numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory
 _PLAIN = (Tensor, nn.Parameter)
 
 

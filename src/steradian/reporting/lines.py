@@ -12,8 +12,7 @@ __all__ = ["Drop", "Lines", "aggregate", "buckets", "schedule"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
-Values: TypeAlias = dict[str, dict[str, dict[str, Floats]]]
-"""Quantity → group → statistic → line."""
+Values: TypeAlias = dict[str, dict[str, dict[str, Floats]]]  # quantity → group → statistic → line
 
 SHARP = 1.25  # a rate that changes by less than this factor has no drop
 ALONE = 4.0  # a drop is this many times steeper than the schedule before and after it

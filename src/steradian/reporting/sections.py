@@ -17,8 +17,7 @@ from steradian.watching.records import alerts_of, causes
 __all__ = ["SECTIONS", "Figure", "Section", "alerts", "all_hold", "asset", "bounds", "cards", "groups", "left_out"]
 __all__ += ["notes", "number", "shown_sections"]
 
-Entries = dict[str, dict[str, str]]
-"""Kind → name → value of what a card may show."""
+Entries = dict[str, dict[str, str]]  # kind → name → value of what a card may show
 
 
 # Before any figure

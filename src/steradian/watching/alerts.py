@@ -69,8 +69,9 @@ def _not_finite(block: Block) -> Iterator[Alert]:
     found = [
         _alert(block, k, g, "not finite", what)
         for quantity, what in (("radius", "weights"), ("gradient_norm", "gradient"))
-        if quantity in block.quantities
-        for k, g in _where(block, ~np.isfinite(_get(block, quantity, "mean")) & _recorded(block, quantity))
+        if quantity in block.quantities  # not every optimizer has all, nor every group
+        for recorded in [block.defined[block.quantities.index(quantity)]]
+        for k, g in _where(block, ~np.isfinite(_get(block, quantity, "mean")) & recorded)
     ]
     # Of both, the first is reported. A step may skip a row whose gradient is not finite, so both are checked.
     yield from sorted(found, key=lambda alert: alert.step)
@@ -85,11 +86,6 @@ def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Step and group of the first bad entry of every group."""
     bad = bad & block.active
     return ((int(bad[:, g].argmax()), int(g)) for g in np.flatnonzero(bad.any(axis=0)))
-
-
-def _recorded(block: Block, quantity: str) -> NDArray[np.bool_]:
-    """Whether the quantity is recorded of each group: not every optimizer has all."""
-    return block.defined[block.quantities.index(quantity)]
 
 
 def _get(block: Block, quantity: str, statistic: str = "median") -> NDArray[np.float64]:

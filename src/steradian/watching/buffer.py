@@ -31,18 +31,15 @@ _BYTES, _LEAST = {True: 160, False: 112}, 2**22
 _ALIGNED = 4  # an observation begins at a multiple of 4 numbers: 16 bytes, as a kernel that writes to it may expect
 _FADING = 0.99  # by which the mean of ‖∇L(u)‖² forgets, per observation
 _SINGLE = 64  # single rows of a group that are recorded now and then
-_BALANCING = ("weight_decay", "betas", "momentum")
-"""Settings that an equilibrium depends on and that schedules change."""
-_SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
-"""Settings that are read at every observed step."""
+_BALANCING = ("weight_decay", "betas", "momentum")  # settings that an equilibrium depends on and schedules change
+_SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)  # that are read at every observed step
 _IMAGE = ("radius", "angle", "effective_lr", "velocity", "taylor", "radial", "direction_norm", "nu")
 """Quantities of the image of a step that are recorded."""
 _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""
 ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
 
-Settings = list[dict[str, Any]]
-"""Of each param group of a buffer."""
+Settings = list[dict[str, Any]]  # of each param group of a buffer
 
 
 def evenly(n_rows: int) -> NDArray[np.int64]:
@@ -116,10 +113,9 @@ class Buffer:
         self._setting: tuple[list[tuple[float, float]], Settings] = [(0.0, 0.0)] * count, [{}] * count
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
-        # For each row, its param group, and its group.
         counts = [group.n_rows for group in watched]
-        self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
-        self.group = torch.from_numpy(np.repeat(np.arange(len(watched)), counts)).to(self.device)
+        self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)  # param group of each row
+        self.group = torch.from_numpy(np.repeat(np.arange(len(watched)), counts)).to(self.device)  # of each row
         self._equilibria = Equilibria(self) if invariant else None
         self.may_skip = False  # whether there is a gradient scaler that can skip steps
         self.skips = torch.zeros(self.steps, 2, device=self.device)

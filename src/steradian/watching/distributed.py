@@ -15,12 +15,10 @@ from steradian.watching.statistics import Statistics
 
 __all__ = ["merged"]
 
-Merged = tuple[NDArray[Any], NDArray[np.bool_], dict[str, NDArray[Any]]]
-
 
 def merged(
     watched: Sequence[WatchedGroup], rows: NDArray[Any], active: NDArray[np.bool_], *, together: bool
-) -> Merged | None:
+) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, NDArray[Any]]] | None:
     """Statistics, activity and all rows by group, on rank 0; None on other ranks, which must call it as often.
 
     Takes this rank's rows, (steps, quantities, n), and activity, (steps, groups). If not all ranks are `together`,

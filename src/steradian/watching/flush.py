@@ -29,8 +29,7 @@ __all__ = ["Flush", "Output"]
 Array = NDArray[Any]
 logger = logging.getLogger("steradian")
 _GRAD = attrgetter("grad")
-_STEPS, _NUMBERS = 64, 2**22
-"""Reduced steps, or numbers of groups whose rows are recorded, that are copied to the host together."""
+_STEPS, _NUMBERS = 64, 2**22  # reduced steps, or numbers of recorded rows, that are copied to the host together
 
 
 class _Part(NamedTuple):

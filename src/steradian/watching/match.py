@@ -205,8 +205,7 @@ def _doubts(source: Any, turns: list[_Turn]) -> list[str]:
     """Why the angle may not be the one that is meant."""
     words, found = WORDS["match"], list[str]()
     if isinstance(source, Optimizer):
-        firsts = [group.get("initial_lr", group["lr"]) for group in source.param_groups]
-        rates = [(float(group["lr"]), float(first)) for group, first in zip(source.param_groups, firsts, strict=True)]
+        rates = [(float(group["lr"]), float(group.get("initial_lr", group["lr"]))) for group in source.param_groups]
         if changed := [pair for pair in rates if not math.isclose(*pair)]:
             found.append(words["scheduled"].format(rate=changed[0][0], first=changed[0][1]))
     elif not isinstance(source, Real):

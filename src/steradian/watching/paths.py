@@ -21,8 +21,6 @@ class Paths:
     Rank 0 records its rows; other ranks only help to gather rows that span several ranks.
     """
 
-    chosen: list[tuple[WatchedGroup, int]]
-
     def __init__(
         self, watched: Sequence[WatchedGroup], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
     ) -> None:

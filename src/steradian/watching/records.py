@@ -60,17 +60,14 @@ Quantities of the run as a whole, such as a loss, have the empty group and the s
 """
 IMBALANCE = "imbalance"
 """‖a‖/‖b‖, with statistics over the sets of a pair; the group is a pair, such as "up.weight / down.weight"."""
-ONE_NUMBER = frozenset({"lr"})
-"""Quantities that are the same in all rows of a group."""
+ONE_NUMBER = frozenset({"lr"})  # quantities that are the same in all rows of a group
 SECONDS = "seconds"
 """Time since the start of the training at each observed step, without the time between a stop and a resumption."""
 
 
 # Blocks
 
-
-Columns = dict[str, Any]
-"""Columns of a table: arrays, or categories for words."""
+Columns = dict[str, Any]  # of a table: arrays, or categories for words
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,12 @@ class Block:
     values: NDArray[Any]  #: (S, quantities, groups, statistics); NaN where something is not known
     active: NDArray[np.bool_]  #: (S, groups), whether a group was stepped
     defined: NDArray[np.bool_]  #: (quantities, groups), whether a quantity is recorded for a group
-    #: (S,) time since the start; empty if it is not known
-    seconds: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
-    #: (step, name, value) of the run as a whole
-    logged: list[tuple[int, str, float]] = field(default_factory=list)
+    seconds: NDArray[Any] = field(default_factory=lambda: np.zeros(0))  #: (S,) since the start; empty if not known
+    logged: list[tuple[int, str, float]] = field(default_factory=list)  #: (step, name, value) of the run as a whole
     #: (step, group, row numbers, (quantities, n)) of single rows
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
-    #: (step, group, row, direction)
-    paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
-    #: (step, pair, statistics of its imbalance)
-    pairs: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
+    paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)  #: (step, group, row, direction)
+    pairs: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)  #: (step, pair, imbalance in statistics)
 
     def columns(self) -> Columns:
         """The columns run, step, group, quantity, statistic, value."""

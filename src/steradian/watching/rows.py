@@ -17,8 +17,7 @@ from steradian.watching.records import listed
 
 __all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]
 
-Settings = dict[str, Any]
-"""A param group of an optimizer."""
+Settings = dict[str, Any]  # a param group of an optimizer
 Model = nn.Module | Sequence[nn.Module] | Groups | None
 """Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
 

@@ -229,19 +229,18 @@ def _locked(folder: Path) -> int | None:
     """An open descriptor of a folder that no other watch of this machine writes to; None where it cannot be locked."""
     if fcntl is None:
         return None
+    lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some network disks have no locks
     except OSError as error:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         if isinstance(error, BlockingIOError):
             text = f"to must be a separate folder for each watch, but another one writes to {folder}"
             raise ValueError(text) from None
-        return None  # some network disks
+        return None
     return lock
 
 

@@ -39,15 +39,13 @@ _STILL = 1e-7  # radians: what the rounding of float32 numbers alone may turn a 
 _FELL, _ROSE = 2.0, 1.25  # the rate fell, or the angle rose, if it did so by more than this factor
 _COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
 _KEPT = 2**22  # numbers that a history keeps: 16 MB
-_OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
-"""The quantities of alerts that no other sentence is about, by their kind."""
+_OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}  # alerts that no other sentence is about
 _SEVERAL = {"is": "are", "was": "were", "turns": "turn", "its": "their"}
-_PAIRS = [
+_PAIRS = [  # quantities and statistics that a verdict is made from
     *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
     *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
     *(("gradient_norm", statistic) for statistic in ("min", "q10", "median", "max")),
 ]
-"""Quantities and statistics that a verdict is made from."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ def judge(
     if not run.invariant.any():
         layers = [run.groups[g] for g in np.flatnonzero(run.layers)]
         at_first = {group["name"]: group.get("label") for group in about["groups"]}
-        refuted, by_gradient = (
-            all(known.get(name) == "not invariant" for name in layers) for known in (at_first, labels)
-        )
+        refuted, by_gradient = (all(of.get(name) == "not invariant" for name in layers) for of in (at_first, labels))
         kind = "refuted" if refuted else "refuted_by_gradient" if by_gradient else "untested"
         found = [*found[: _MOST - 1], *run.say(kind)]
     return found[:_MOST]
@@ -112,8 +108,7 @@ class History:
     """The recorded numbers that a verdict needs."""
 
     groups: Sequence[str] = ()  #: their names
-    #: observed steps
-    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  #: observed steps
     #: (steps, `_PAIRS`, groups); NaN for a number that was not recorded, infinity for one that is not finite
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, len(_PAIRS), 0), np.float32))
     _observed: int = 0

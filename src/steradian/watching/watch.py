@@ -116,13 +116,6 @@ class Watch:
         paths: {group: [row, …]} whose directions are recorded. None: the first row of three groups.
         config: JSON data, saved with the run.
         step: the number of the first step. None: the number of steps in the optimizer's state.
-
-    Attributes:
-        run: the run's name.
-        names: of the watched groups.
-        sinks: where records go.
-        running: it was started and not stopped.
-        error: the first exception in the watch, if there was one.
     """
 
     @torch.inference_mode(False)
@@ -144,12 +137,13 @@ class Watch:
         every = int(given.every or 1) if phenomena or given.every is not None else None
         self.config = dict(given.config or {})
         watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
-        self.watched, self.names = watched, tuple(group.name for group in watched)
+        self.watched = watched
+        self.names = tuple(group.name for group in watched)  #: of the watched groups
         distributed = torch.distributed
         rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
         self.sharded = any(group.sharded for group in watched)
         self._idle = not watched or (rank != 0 and not self.sharded)
-        self.sinks = [] if self._idle or rank else sinks_of(to)
+        self.sinks = [] if self._idle or rank else sinks_of(to)  #: where records go
         if rank == 0 and notes:
             logger.warning("; ".join(notes))
         if rank == 0 and not watched:
@@ -164,7 +158,7 @@ class Watch:
         self._output = Output(self.sinks, Alerts(invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
-        self.run = given.run or (folder.files.folder.resolve().name if folder is not None else kinds)
+        self.run = given.run or (folder.files.folder.resolve().name if folder is not None else kinds)  #: its name
         self.buffers = [
             Buffer(source, each, every_step=every == 1)
             for each in self.optimizers
@@ -198,8 +192,8 @@ class Watch:
         self._observing = False
         self._flushed_at = time.monotonic()
         self._lock = threading.RLock()  # a notebook may call `records()` while another thread trains
-        self.running = self._stopped = self._failed = False
-        self.error: Exception | None = None
+        self.running = self._stopped = self._failed = False  #: it was started and not stopped
+        self.error: Exception | None = None  #: the first exception in the watch, if there was one
         self._hooks: list[Any] = []
         self._last_hooks: dict[int, int] = {}  # the post-hook of each optimizer
 
@@ -424,12 +418,7 @@ class Watch:
     # Records
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, **named: float | Tensor) -> None:
-        """Record numbers of the run as a whole, such as a loss, at the last step.
-
-        Args:
-            values: by name; tensors with one number are not waited for.
-            **named: the same.
-        """
+        """Record numbers of the run as a whole, such as a loss, at the last step; a tensor is not waited for."""
         given = {name: _one_number(name, value) for name, value in {**(values or {}), **named}.items()}
         if self._stopped:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
-# Settings that decide which rows are fused.
-_DECIDING = ("rows", "joint", "without", "fused", "direction", "spread", "nesterov")
+_DECIDING = ("rows", "joint", "without", "fused", "direction", "spread", "nesterov")  # which rows are fused
 
 
 def available(params: Sequence[Tensor]) -> bool:

@@ -14,8 +14,7 @@ __all__ = ["GroupsOf", "Watching"]
 
 logger = logging.getLogger("steradian")
 
-GroupsOf = Groups | Callable[[Any], Groups] | None
-"""What `find_groups` found, a function of the model that finds it, or None."""
+GroupsOf = Groups | Callable[[Any], Groups] | None  # what `find_groups` found, or a function of the model that finds it
 
 
 class Watching:

@@ -275,10 +275,6 @@ class ObservedSource(Source):
         self._points, self._gradients = {}, {}
 
 
-def _name(reader: Reader | None) -> str:
-    return getattr(reader, "__qualname__", repr(reader))
-
-
 def _difference(taken: Taken, step: Step) -> str:
     """How a step differs from the one that the weights took; "" if it does not. The host waits for the answer."""
     assert taken.before is not None
@@ -288,9 +284,8 @@ def _difference(taken: Taken, step: Step) -> str:
     allowed = _AGREES * length + _ULPS * torch.finfo(taken.param.dtype).eps * radius
     if missed <= allowed or not length.isfinite():
         return ""
-    return (
-        f"has a relative error of {missed / length:.2g} and is {expected / length:.3g} times as long as the real step"
-    )
+    error, times = missed / length, expected / length
+    return f"has a relative error of {error:.2g} and is {times:.3g} times as long as the real step"
 
 
 def _computed(rows: Tensor) -> Tensor:
