@@ -166,6 +166,22 @@ def test_what_angular_gives_a_rate_has_no_angle():
     assert "no rows" in rated.note
 
 
+@pytest.mark.parametrize("rates", [[], 0.1, [0.1, math.nan], [-0.1]])
+def test_rates_are_a_number_for_each_step(rates):
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 8))], lr=0.1, weight_decay=0.1)
+    with pytest.raises(ValueError, match="rates must be a number ≥ 0 for each step to come"):
+        st.equilibrium(sgd, rates=rates)
+
+
+def test_a_momentum_that_forgets_nothing_has_no_equilibrium():
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 8))], lr=0.1, momentum=1.0, weight_decay=0.1)
+    [found] = st.equilibrium(sgd)
+    assert math.isnan(found.angle)
+    assert "a momentum of 1 forgets no gradient" in found.note
+    with pytest.raises(ValueError, match="a momentum of 1 forgets no gradient"):
+        st.match(0.01, to=torch.optim.SGD, lr=0.1, momentum=1.0)
+
+
 def test_several_optimizers_are_given_one_by_one():
     with pytest.raises(TypeError, match="optimizer must be one torch optimizer, got list"):
         st.equilibrium([torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 8))], lr=0.1)])

@@ -116,6 +116,8 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
         return "there is no weight decay: the radius only grows"
     if settings.get("amsgrad"):
         return "no equilibrium is derived for amsgrad"
+    if float(settings.get("momentum") or 0) >= 1 or settings.get("dampening") == 1:
+        return "a momentum of 1 forgets no gradient, and a dampening of 1 takes none"
     return balanced(settings, size)
 
 
@@ -231,6 +233,9 @@ def equilibrium(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
+    path = torch.as_tensor(0.0 if rates is None else rates, dtype=torch.float64, device="cpu")
+    if rates is not None and not (path.ndim == 1 and len(path) and bool((path >= 0).all())):
+        raise ValueError(f"rates must be a number ≥ 0 for each step to come, got {rates!r}")
     found = []
     for name, settings, size, entry in _rows_of(optimizer, groups):
         gamma = slopes.get(name) if isinstance(slopes, Mapping) else slopes
