@@ -270,6 +270,29 @@ def test_parameters_of_one_shape_step_as_each_does_alone(rows: Any, capturable: 
             torch.testing.assert_close(value, alone.state[q][name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_filters_of_one_shape_step_as_each_does_alone(memory: torch.memory_format, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    starts = [torch.randn(6, 4, 3, 3, generator=draw).to(dtype, memory_format=memory) for _ in range(3)]
+    together, apart = ([nn.Parameter(t.clone()) for t in starts] for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "direction": "muon", "spread": "rms"}
+    optimizers = [optim.Angular([{"params": together, "rows": "filter"}], **settings)]
+    optimizers += [optim.Angular([{"params": [p], "rows": "filter"}], **settings) for p in apart]
+    for _ in range(3):
+        for p, q in zip(together, apart, strict=True):
+            q.grad = torch.randn(p.shape, generator=draw).to(dtype, memory_format=memory)
+            p.grad = q.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    tolerance: dict[str, float] = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    for p, q, before in zip(together, apart, starts, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), **tolerance)
+        assert p.is_contiguous(memory_format=memory)
+        turned = geometry.angle(*(geometry.split(t.detach().double().flatten(1))[1] for t in (before, p)))
+        assert turned.min() > 0.1
+
+
 # The rest, settings, half precision -------------------------------------------------------------------------
 
 

@@ -352,7 +352,7 @@ class Training:
             step: Callable[[], None] = self._step
             try:
                 if gpu and kind == "plain":  # what waits for the device cannot be captured
-                    torch.cuda.set_sync_debug_mode("error")
+                    _refuse_waiting()
                 for number in range(steps):
                     if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
@@ -405,6 +405,13 @@ class Training:
         with self.queue.here():
             self._restore(state)
         self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
+
+
+def _refuse_waiting() -> None:
+    """Make operations that wait for the GPU raise an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not know of all of them
+        torch.cuda.set_sync_debug_mode("error")
 
 
 def copied(state: Any, *, device: str | None = None) -> Any:

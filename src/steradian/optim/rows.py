@@ -316,7 +316,7 @@ def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     kinds: list[object | None] = []
     for rows in sets:
         param, fits = rows.params[0], _can_stack(rows, rows._tensors("momentum_buffer"))
-        kinds.append((param.shape, param.dtype, param.device) if fits else None)
+        kinds.append((param.shape, param.dtype, param.device, tuple(rows._cuts[0].inner)) if fits else None)
     return _stacked(sets, kinds)
 
 
@@ -324,8 +324,13 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
     """Whether rows and entries of their state lie in memory so that they can be copied under those of others."""
     if rows.sharded or rows.absent or not rows.n * rows.d or not rows.is_dense():
         return False
-    tensors, dtype = (*rows._tensors("param"), *rows._tensors("grad"), *entries), rows.params[0].dtype
-    return all(type(each) in _PLAIN and each.is_contiguous() and each.dtype == dtype for each in tensors)
+    (param,), (gradient,), [cut] = rows.params, rows._tensors("grad"), rows._cuts
+    return all(
+        type(each) in _PLAIN
+        and each.dtype == param.dtype
+        and (cut.is_dense(each) if each.shape == param.shape else each.is_contiguous())
+        for each in (param, gradient, *entries)
+    )
 
 
 def _stacked(sets: list[RowSet], kinds: Sequence[object | None], at_once: int = _MATRICES) -> Iterable[RowSet]:
@@ -349,13 +354,10 @@ class _Stack(RowSet):
 
     def __init__(self, sets: list[RowSet]) -> None:
         first, owners = sets[0], [rows.params[0] for rows in sets]
-        parts: dict[str, list[Tensor]] = {"param": [param.detach() for param in owners]}
-        parts["grad"] = [param.grad for param in owners if param.grad is not None]
-        entries = [name for name in first.states[0] if name != "step"]
-        parts |= {name: [rows.states[0][name] for rows in sets] for name in entries}
-        for name, tensors in parts.items():
-            if tensors[0].shape == owners[0].shape:
-                parts[name] = [each.view(-1, first.d) for each in tensors]
+        entries = {name: value for name, value in first.states[0].items() if name != "step"}
+        shaped = ["param", "grad", *(name for name, value in entries.items() if value.shape == owners[0].shape)]
+        parts = {name: [rows._cuts[0].rows(*rows._tensors(name), rows.whole) for rows in sets] for name in shaped}
+        parts |= {name: [rows.states[0][name] for rows in sets] for name in entries.keys() - parts.keys()}
         if first.telemetry is not None:
             parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
         stacked = {name: torch.cat(each) for name, each in parts.items()}
