@@ -8,10 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from steradian import optim
 from steradian.lab import angle
-from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study
+from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_rows, angle_study
 from steradian.lab.config import Config
 from steradian.lab.fleet import Fleet, Progress
 from steradian.lab.registry import METHODS
@@ -187,11 +188,12 @@ def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_
         assert set(record[1]["group"]) == set(angle._curves["ResNet20 digits"])
 
 
-def test_the_table_compares_with_sgd():
-    def result(method, seed, accuracy):
-        config = Config(model="ResNet20", data="cifar10", method=method, lr=0.1, seed=seed, epochs=1, schedule="cosine")
-        return Result(config, {"train_loss": [1.0], "validation_accuracy": [accuracy], "test_accuracy": [accuracy]})
+def result(method, seed, accuracy):
+    config = Config(model="ResNet20", data="cifar10", method=method, lr=0.1, seed=seed, epochs=1, schedule="cosine")
+    return Result(config, {"train_loss": [1.0], "validation_accuracy": [accuracy], "test_accuracy": [accuracy]})
 
+
+def test_the_table_compares_with_sgd():
     noise = [0.0, 0.05, -0.05, 0.02]
     found = [result("SGD-M, rest SGD-M", k, 92 + each) for k, each in enumerate(noise)]
     found += [result("Adam w/o (ab), rest Adam", k, 91 + each) for k, each in enumerate(noise)]
@@ -202,3 +204,20 @@ def test_the_table_compares_with_sgd():
         ("SGD-M, rest Adam", "no difference"),
         ("Adam w/o (ab), rest Adam", "worse"),
     ]
+
+
+def test_the_table_of_the_angle_compares_one_direction_and_one_rest():
+    own, at_sgds, adams = [91.0, 91.1, 91.3], [92.0, 92.3, 91.9, 92.2], [91.0, 92.0, 91.4]
+    found = [result("Adam w/o (ab), rest SGD-M", k, each) for k, each in enumerate(own)]
+    found += [result("Adam w/o (ab) at SGD-M's angle", k, each) for k, each in enumerate(at_sgds)]
+    found += [result("SGD-M, rest SGD-M", k, each) for k, each in enumerate(own)]
+    found += [result("SGD-M at SGD-M's angle", k, each) for k, each in enumerate(adams)]
+    found += [result("Adam at SGD-M's angle", k, each) for k, each in enumerate(adams)]  # nothing to compare it with
+    _, lines = angle_rows(found)
+    assert [line[0] for line in lines] == ["SGD-M", "Adam w/o (ab)"]
+    tests = [stats.ttest_ind(each, own, equal_var=False) for each in (adams, at_sgds)]
+    (low, high), mean = tests[1].confidence_interval(0.95), np.mean(at_sgds) - np.mean(own)
+    assert lines[1][2:] == [
+        "3", "92.10 ± 0.29", "4", f"+{mean:.2f}", f"+{low:.2f} to +{high:.2f}", f"{2 * tests[1].pvalue:.2g}"
+    ]  # fmt: skip
+    assert lines[0][-1] == f"{tests[0].pvalue:.2g}"

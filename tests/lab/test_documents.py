@@ -31,6 +31,8 @@ NAMES = [
     "trajectories trajectories-cifar10",
     "intervals resnet20-cifar10",
     "bits language",
+    "means resnet20-cifar10",
+    "angles resnet20-cifar10",
 ]
 
 
@@ -63,7 +65,7 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     assert "old" not in text
     links = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
     expected = ["loss-resnet20-cifar10", "accuracy-resnet20-cifar10", "hypotheses-cifar10"]
-    expected += ["phenomena-hypotheses-cifar10", "trajectories-cifar10"]
+    expected += ["phenomena-hypotheses-cifar10", "trajectories-cifar10", "means-resnet20-cifar10"]
     assert links == [f"pictures/{name}.svg" for name in expected]
     assert all((tmp_path / link).read_text().startswith("<?xml") for link in links)
     assert "| AdamG† | 0.01 | 0.000125 | β₁ = 0.9 | 0.99 | 20, rate × 0.1 at 7, 11, 16 | 128 | bf16 |" in text

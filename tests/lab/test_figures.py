@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from steradian.lab import paper
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
@@ -53,7 +54,7 @@ def dots_of(root, colour):
     return [e for e in root.iter() if e.tag.endswith("}use") and f"fill: {colour}" in e.get("style", "")]
 
 
-@pytest.mark.parametrize("kind", FIGURES)
+@pytest.mark.parametrize("kind", ["loss", "accuracy"])
 def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
     results = column(tmp_path, seeds=2, epochs=20, methods=["Adam", "AdamG", "SGD-M"])
     lost = replace(results[-1], diverged=True)
@@ -76,6 +77,22 @@ def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
         write_figure(figure, tmp_path / "f.png")
     with pytest.raises(ValueError, match="nothing to show"):
         write_figure(Figure([]), tmp_path / "f.svg")
+
+
+def test_means_are_shown_with_their_intervals_the_best_first(tmp_path):
+    results = column(tmp_path, seeds=3, epochs=2, methods=["Adam", "AdamG", "SGD-M"])
+    one_seed = [r for r in results if r.config.method != "AdamG†" or r.config.seed == 0]
+    [chart] = FIGURES["means"](one_seed).charts
+    values = {m: [r.accuracy for r in results if r.config.method == m] for m in ("Adam", "SGD-M")}
+    order = sorted(values, key=lambda m: -np.mean(values[m]))
+    assert chart.names == [f"{m} (3)" for m in order]
+    for k, method in enumerate(order):
+        interval = stats.t.interval(0.95, 2, loc=np.mean(values[method]), scale=stats.sem(values[method]))
+        mean, ends = (line for line in chart.lines if line.y[0] == k)
+        np.testing.assert_allclose([*mean.x, *ends.x], [np.mean(values[method]), *interval])
+    shown = texts(drawn(Figure([chart]), tmp_path))
+    assert shown.index(chart.names[0]) < shown.index(chart.names[1])
+    assert FIGURES["means"]([r for r in results if r.config.seed == 0]).empty
 
 
 def test_curves_refuse_mixed_settings_and_ignore_duplicates(tmp_path):
@@ -101,7 +118,7 @@ def test_curves_of_different_lengths_have_their_own_charts(tmp_path):
     assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
 
 
-@pytest.mark.parametrize("kind", FIGURES)
+@pytest.mark.parametrize("kind", ["loss", "accuracy"])
 @pytest.mark.parametrize("epochs", [1, 2, 12])
 def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
     whole = FIGURES[kind](column(tmp_path, seeds=1, epochs=epochs, methods=["Adam"])).charts[0]

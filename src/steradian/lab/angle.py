@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -25,13 +25,14 @@ from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
 from steradian.lab.experiments import RECORDED, Tracked
 from steradian.lab.registry import optimizer_of, register_method, split_rows
+from steradian.lab.results import Result
 from steradian.lab.rivals import Hyperball, Rotational
 from steradian.lab.study import Study
-from steradian.lab.tables import winners
+from steradian.lab.tables import Cell, Rows, holm, signed, winners
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
 
-__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study"]
+__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_rows", "angle_study"]
 
 _REST_DECAY = 2.5e-4  # λ of parameters without rows where it is not the method's own
 
@@ -271,3 +272,20 @@ def angle_study(
     if part == "tuned":
         return study.tuning.run(configs) and study.run(winners(configs, study.tuning.store.results(), seeds))
     return study.run([replace(config, seed=seed) for seed in range(seeds) for config in configs])
+
+
+def angle_rows(results: Iterable[Result]) -> Rows:
+    """A table of what the angle alone changes: one direction on the filters and one rest, at its angle and SGD-M's."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        found.setdefault(result.config.method, []).append(math.nan if result.diverged else result.accuracy)
+    cells = {method: Cell.of(values) for method, values in found.items()}
+    pairs = {of: (cells.get(f"{of}, rest SGD-M"), cells.get(name)) for name, of in MATCHED.items()}
+    known = [(of, own, matched) for of, (own, matched) in pairs.items() if own and matched]
+    differences = [matched.minus(own) for _, own, matched in known]
+    lines = []
+    for (of, *both), each, p in zip(known, differences, holm([each.p for each in differences]), strict=True):
+        means = [text for cell in both for text in (f"{cell.mean:.2f} ± {cell.half:.2f}", cell.count)]
+        lines.append([of, *means, signed(each.mean), f"{signed(each.low)} to {signed(each.high)}", f"{p:.2g}"])
+    heads = ["direction", "at its own angle", "seeds", "at SGD-M's angle", "seeds", "difference", "95 % interval"]
+    return [*heads, "p (Holm)"], lines

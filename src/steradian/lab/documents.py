@@ -14,6 +14,7 @@ from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab import tables
+from steradian.lab.angle import angle_rows
 from steradian.lab.figures import FIGURES, TRACK_FIGURES, Figure, to_svg, write_figure
 from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
@@ -131,6 +132,7 @@ def _overview(region: _Region) -> str:
 _CAPTIONS = {
     "loss": "Training loss by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
     "accuracy": "Validation accuracy by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
+    "means": "Mean test accuracy and its 95 % interval over the seeds, whose number is in brackets.",
     "hypotheses": "The largest of each quantity over all filters of all layers, at the recorded steps.",
     "trajectories": "Cosine of filters with the same filter under SGD: three filters of every block, drawn at random.",
     "phenomena": "How far each phenomenon turns the effective direction: medians over the filters of every layer.",
@@ -182,6 +184,7 @@ _TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
     "points": tables.point_rows,
     "intervals": interval_rows,
     "bits": bits_rows,
+    "angles": angle_rows,
     "machines": _machine_rows,
     "settings": _setting_rows,
 }

@@ -35,6 +35,7 @@ About = Mapping[str, Mapping[str, Any]]
 # methods, in the order of the registry.
 _COLOURS = ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195"]
 _COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
+_MEAN = "#0055a4"
 _LAYER_COLOURS = ("#fdbb4c", "#d6485c", "#3f1b6e")  # from the first layer to the last
 _MIN_ZOOM_EPOCHS = 12  # shorter curves are not zoomed
 _EARLY = 0.02  # share of the epochs whose figures are far from all others
@@ -63,7 +64,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes, of which a part may be shown; marks are levels to compare with, and their labels."""
+    """Lines over one pair of axes, of which a part may be shown; marks are levels to compare with, and their labels.
+
+    With `names` the vertical axis has these, from 0 downwards, instead of numbers.
+    """
 
     title: str
     x_title: str
@@ -72,6 +76,7 @@ class Chart:
     logarithmic: bool = False
     x_range: tuple[float, float] | None = None
     marks: Sequence[tuple[float, str]] = ()
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,26 @@ def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic:
     return Figure(charts)
 
 
+def _means(results: Iterable[Result]) -> Figure:
+    """Mean test accuracies of each column's methods with their 95 % intervals, the best first; one seed has none."""
+    charts = []
+    for column in accuracy_columns(results):
+        cells = sorted((cell for cell in column.cells.items() if math.isfinite(cell[1].half)), key=lambda c: -c[1].mean)
+        lines = []
+        for k, (_, cell) in enumerate(cells):
+            ends = [cell.mean - cell.half, cell.mean + cell.half]
+            lines += [Line("", [cell.mean], [k], colour=_MEAN), Line("", ends, [k, k], colour=_MEAN)]
+        names = [f"{method} ({cell.count})" for method, cell in cells]
+        charts.append(Chart(f"{column.name}, {column.length}", "test accuracy (%)", "", lines, names=names))
+    return Figure([chart for chart in charts if chart.lines])
+
+
 FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {
     "loss": partial(_by_epoch, curve="train_loss", title="training loss", logarithmic=True),  # fig:loss_comparison
     "accuracy": partial(_by_epoch, curve="validation_accuracy", title="validation accuracy (%)"),  # fig:acc_comparison
+    "means": _means,
 }
-"""Figures of curves, by their names on the command line."""
+"""Figures of results, by their names on the command line."""
 
 
 # Quantities recorded within trainings
@@ -309,7 +329,8 @@ def draw(figure: Figure) -> "Canvas":
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    columns = min(_ACROSS, len(figure.charts))
+    named = any(chart.names for chart in figure.charts)  # names take room
+    columns = 1 if named else min(_ACROSS, len(figure.charts))
     rows = math.ceil(len(figure.charts) / columns)
     free = len(figure.charts) < rows * columns
     handles: dict[str, Any] = {}
@@ -318,7 +339,11 @@ def draw(figure: Figure) -> "Canvas":
     if figure.ramp:
         handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
     below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2
-    canvas = Canvas(figsize=(_WIDTH * columns, _HEIGHT * rows + below), layout="constrained", facecolor="white")
+    canvas = Canvas(
+        figsize=(_WIDTH * (_ACROSS if named else columns), _HEIGHT * rows + below),
+        layout="constrained",
+        facecolor="white",
+    )
     grid = canvas.subplots(rows, columns, squeeze=False).flatten()
     for axes, chart in zip(grid, figure.charts, strict=False):
         _draw_chart(axes, chart)
@@ -326,7 +351,7 @@ def draw(figure: Figure) -> "Canvas":
     if free:
         grid[-1].axis("off")
         grid[-1].legend(handles.values(), handles.keys(), loc="upper left", **legend)
-    else:
+    elif handles:
         canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 * columns, **legend)
     return canvas
 
@@ -334,9 +359,12 @@ def draw(figure: Figure) -> "Canvas":
 def _draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
+    if chart.names:
+        axes.set_yticks(range(len(chart.names)), chart.names)
+        axes.set_ylim(len(chart.names) - 0.5, -0.5)
     if chart.logarithmic:
         axes.set_yscale("log", nonpositive="mask")
-    axes.margins(x=0)
+    axes.margins(x=0.03 if chart.names else 0)
     axes.grid(color="#e4e4e4", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     for level, label in chart.marks:

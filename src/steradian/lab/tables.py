@@ -19,7 +19,7 @@ from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
 __all__ = ["Best", "Cell", "Column", "Difference", "accuracy_columns", "compare", "grid_rows", "holm", "interval_rows"]
-__all__ += ["at_edge", "is_grid", "point_rows", "search", "winners"]
+__all__ += ["at_edge", "is_grid", "point_rows", "search", "signed", "winners"]
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""
@@ -146,7 +146,7 @@ class Column:
             if other and cell.seeds:
                 mean, *_, p = cell.minus(other)
                 noise = [] if math.isnan(p) else [f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"]
-                line += [_signed(mean), *noise]
+                line += [signed(mean), *noise]
             lines.append(line + [""] * (len(heads) - len(line)))
         return heads, lines
 
@@ -196,7 +196,7 @@ class Column:
             worse, open_ = ([m for m in verdicts if verdicts[m] == v] for v in ("worse", "not decided"))
             return f"{text}; worse: {_listed(worse)}; not decided with these seeds: {_listed(open_)}."
         others = {m: cells[m].minus(cells[best]) for m in self.cells if m in cells and m != best}
-        words = {m: f"{m} ({_signed(each.mean)}, p = {each.p:.2g})" for m, each in others.items()}
+        words = {m: f"{m} ({signed(each.mean)}, p = {each.p:.2g})" for m, each in others.items()}
         near, beaten = ([words[m] for m in words if (others[m].p >= LEVEL) == noise] for noise in (True, False))
         text += f"; within the noise of it: {_listed(near)}; beyond the noise: {_listed(beaten)}."
         if _BEST not in cells:
@@ -286,7 +286,8 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _signed(difference: float, digits: int = 2) -> str:
+def signed(difference: float, digits: int = 2) -> str:
+    """A difference with its sign."""
     return f"{difference:+.{digits}f}".replace("-", "−")
 
 
@@ -444,7 +445,7 @@ def compare(
         text = f"{cell.mean:.{digits}f}" + ("" if math.isnan(cell.half) else f" ± {cell.half:.{digits}f}")
         lines[name] = [text if cell.seeds else "diverged", str(cell.seeds), "", "", "", ""]
         if name in found:
-            lines[name][2] = _signed(found[name].mean, digits)
+            lines[name][2] = signed(found[name].mean, digits)
         if name in adjusted:
             mean, low, high, _ = found[name]
             verdict = "better" if (mean > 0) == (better == "larger") else "worse"
@@ -452,7 +453,7 @@ def compare(
                 verdict = "no difference"
             elif adjusted[name] >= LEVEL:
                 verdict = "not decided"
-            interval = f"{_signed(low, digits)} to {_signed(high, digits)}"
+            interval = f"{signed(low, digits)} to {signed(high, digits)}"
             lines[name][3:] = [interval, f"{adjusted[name]:.2g}", verdict]
     return lines
 
