@@ -199,7 +199,7 @@ def test_the_table_compares_with_sgd():
     found += [result("Adam w/o (ab), rest Adam", k, 91 + each) for k, each in enumerate(noise)]
     found += [result("SGD-M, rest Adam", k, 92.02 + each) for k, each in enumerate(noise)]
     _, lines = interval_rows(found)
-    assert [(line[1], line[-1]) for line in lines] == [
+    assert [(line[0], line[-1]) for line in lines] == [
         ("SGD-M, rest SGD-M", ""),
         ("SGD-M, rest Adam", "no difference"),
         ("Adam w/o (ab), rest Adam", "worse"),

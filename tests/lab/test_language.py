@@ -112,7 +112,7 @@ def test_every_method_trains_and_spheres_keep_their_radii(root, tmp_path):
     shape = Shape(**SIZES, post_norms=True)
     language_study(shape, root, study=study, **TINY | {"rates": (8e-3,), "seeds": 1})
     heads, lines = bits_rows(study.store.results())
-    assert sorted(line[1] for line in lines) == sorted(METHODS)
+    assert sorted(line[heads.index("method")] for line in lines) == sorted(METHODS)
     figures = [float(line[heads.index("bits per byte")]) for line in lines]
     assert max(figures) < 8  # a byte's
     for folder in study.work.iterdir():

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from steradian.files import write_atomically
@@ -183,6 +184,7 @@ def _setting_rows(results: Sequence[Result]) -> Rows:
 _TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
     "points": tables.point_rows,
     "intervals": interval_rows,
+    "final": partial(interval_rows, value=lambda result: result.final_accuracy, what="at the end"),
     "bits": bits_rows,
     "angles": angle_rows,
     "machines": _machine_rows,

@@ -64,10 +64,14 @@ class Result:
         """Test accuracy in percent at the best validation epoch, as the authors report it; NaN if it diverged."""
         return math.nan if self.diverged else self.curves["test_accuracy"][self.best_epoch]
 
+    @property
+    def final_accuracy(self) -> float:
+        """Test accuracy in percent after the last epoch; NaN if it diverged."""
+        return math.nan if self.diverged else self.curves["test_accuracy"][-1]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with derived values for readers without this library."""
-        test = self.curves["test_accuracy"]
-        reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": test[-1]}
+        reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": self.final_accuracy}
         return {
             "key": self.config.key,
             "config": asdict(self.config),

@@ -469,7 +469,7 @@ def interval_rows(
 ) -> Rows:
     """A table of the methods of every column, whose `value`s are compared with those of one of them; see `compare`.
 
-    It is the one with the most seeds of those whose name begins with `baseline`.
+    It is the one with the most seeds of those whose name begins with `baseline`. The only column is not named.
     """
     heads = ["column", "method", "η, λ", what, "seeds", "minus the first", "95 % interval", "p (Holm)", "verdict"]
     lines = []
@@ -481,4 +481,6 @@ def interval_rows(
             c = methods[method][0].config
             column = f"{c.model} {c.norm}, {c.data}, {c.epochs} epochs"
             lines.append([column, method, f"{c.lr:g}, {c.weight_decay:g}", *compared[method]])
+    if len({line[0] for line in lines}) == 1:
+        heads, *lines = (row[1:] for row in (heads, *lines))
     return heads, lines
