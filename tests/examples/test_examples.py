@@ -252,6 +252,16 @@ def test_an_optimizer_of_ones_own(tmp_path):
     assert_page(out / "page.html", {"signum": {*groups, *rest}, "signum-read": {*groups, *rest}})
 
 
+def test_the_verdict_names_the_slow_layers_and_each_change_helps(tmp_path):
+    said = run(tmp_path, "from_verdict_to_change.py", "--seeds", "2")
+    [slow] = re.findall(r"^- 2 of 5 layers turn more than 3 × slower.+$", said, re.MULTILINE)
+    named = re.findall(r"(\w+\.weight) [\d.]+ × \([\d.e-]+ rad, since the first observed step\)", slow)
+    assert sorted(named) == ["6.weight", "9.weight"]
+    before, *after = (float(each) for each in re.findall(r"([\d.]+) ± [\d.]+ %$", said, re.MULTILINE))
+    assert len(after) == 3
+    assert min(after) > before + 1
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_readme_shows_every_example(script):
     command = rf"^(python|torchrun .*) examples/{re.escape(script)}"
