@@ -356,7 +356,7 @@ class _Stack(RowSet):
         first, owners = sets[0], [rows.params[0] for rows in sets]
         entries = {name: value for name, value in first.states[0].items() if name != "step"}
         shaped = ["param", "grad", *(name for name, value in entries.items() if value.shape == owners[0].shape)]
-        parts = {name: [rows._cuts[0].rows(*rows._tensors(name), rows.whole) for rows in sets] for name in shaped}
+        parts = {name: [rows._cuts[0].rows(rows._tensors(name)[0], rows.whole) for rows in sets] for name in shaped}
         parts |= {name: [rows.states[0][name] for rows in sets] for name in entries.keys() - parts.keys()}
         if first.telemetry is not None:
             parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
