@@ -23,6 +23,7 @@ from saved import (
     statistics,
     stepped,
     train,
+    turned,
     values_of,
 )
 from torch import nn
@@ -338,6 +339,20 @@ def test_names_and_specs_are_those_of_the_model(tmp_path):
     for name, param in params.items():
         assert about[name].get("spec", about[name].get("layout")) == spec_of(param)
         assert about[name]["rows"] == (len(param) if param.ndim >= 2 else 1)
+
+
+def test_slices_of_one_number_are_one_row():
+    """The gains of weight_norm, (n, 1), and weights of one input: each number has only a sign, the vector turns."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    network.append(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    with watch(optimizer, network) as watcher:
+        history = train(network, optimizer, 12, loss=lambda model, _: model(torch.randn(16, 1)).square().mean())
+    for name in ("0.weight", "2.parametrizations.weight.original0"):
+        expected = turned(*(tensors[name].double().numpy().T for tensors in (history[-1].before, history[-1].after)))
+        assert watcher.latest()[name]["angle"]["median"] == pytest.approx(expected.item(), rel=1e-3)
+    assert not [sentence for sentence in watcher.verdict() if sentence.kind == "frozen"]
 
 
 def test_what_is_not_stepped_is_left_out():

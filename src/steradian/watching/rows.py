@@ -151,7 +151,7 @@ def watched_groups(
     """Every parameter that the optimizers step, as groups of rows, and sentences about what is left out.
 
     Rows are those that `find_groups` proved or that a param group declares; else the slices of dimension 0 of a matrix
-    or filter, and everything smaller as a whole. `only` are glob patterns of parameter names.
+    or filter, and everything smaller, also slices of one number, as a whole. `only` are glob patterns of names.
     """
     found: list[WatchedGroup] = []
     notes: list[str] = []
@@ -207,7 +207,8 @@ def _proposed(
                 yield declared, members, INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
-            layout = Layout("filter" if param.ndim > 1 else "tensor")
+            # A slice of one number, as of the gains of weight_norm, has only a sign.
+            layout = Layout("filter" if param.ndim > 1 and param.shape[1:].numel() > 1 else "tensor")
             group = Group((names[id(param)],), layout.spec, *layout.size(param.shape), "", math.nan)
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 
