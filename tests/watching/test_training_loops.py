@@ -136,11 +136,13 @@ ALTERATIONS = {
 }
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_a_step_of_another_library_that_alters_the_gradient(name):
+def test_a_step_of_another_library_that_alters_the_gradient(name, nesterov):
     """Rows are not refuted by the decay that it adds to their gradient."""
     [weight] = params = rows((4, 5))
     optimizer, angles, norms = Altering(groups_of(params), ALTERATIONS[name]), {}, {}
+    optimizer.param_groups[0]["nesterov"] = nesterov
     with watch(optimizer, every=1) as watcher:
         for step in range(8):
             set_gradients(params, step)

@@ -69,7 +69,7 @@ class ObservedSource(Source):
         self._overwrites = named or (not known and any(group.settings.get("nesterov") for group in watched))
         self._invariant = any(group.label == INVARIANT for group in watched)
         # Steps of other libraries may clip p.grad, add the decay to it, or free it.
-        self._alters = is_foreign(type(optimizer)) and not self._overwrites
+        self._alters = is_foreign(type(optimizer))
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         self._slopes: dict[int, Tensor] = {}  # before such a step: ⟨g,g⟩ and ⟨g,x⟩ of each row
