@@ -469,6 +469,32 @@ def test_invariant_rows_of_an_optimizer_that_cannot_be_read():
     assert recorded(table, "fc.weight") == ON_ALL
 
 
+class Hybrid(torch.optim.Optimizer):
+    """Steps matrices with momentum and vectors without, as timm's Muon does it in its own way."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            step = param.grad
+            if param.ndim > 1:
+                step = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+            param.sub_(0.1 * step)
+
+
+def test_joint_rows_whose_parameters_have_states_of_different_kinds():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 5))
+    groups = st.find_groups(network, images())
+    with watch(Hybrid(network.parameters(), {"weight_decay": 0.1}), groups) as watcher:
+        [optimizer] = watcher.optimizers
+        history = train(network, optimizer, 6)
+    names = ["1.weight", "1.bias"]
+    x, y = (rows_of([tensors[name] for name in names], 1) for tensors in (history[-1].before, history[-1].after))
+    assert watcher.latest()[" + ".join(names)]["angle"]["max"] == pytest.approx(turned(x, y).item(), rel=1e-3)
+    [share] = [sentence.text for sentence in watcher.verdict() if sentence.kind == "share"]
+    assert share.endswith("weight decay does not regularize them.")  # no equilibrium is known
+
+
 def test_joint_rows_are_one_group_and_the_rest_is_watched_too():
     network = NETWORKS["LN"].build()
     groups = st.find_groups(network, torch.randn(8, 2, 6, 6))

@@ -92,14 +92,15 @@ class WatchedGroup:
     def pieces(self, parts: Sequence["Piece"], at_once: int = _PIECE) -> Iterator["Piece"]:
         """The rows of its `parts` in pieces of at most so many numbers."""
         _, before, now, gradients, states = zip(*parts, strict=True)
-        shape, per_row = now[0].shape, getattr(self.optimizer, "row_state", ())
+        per_row = getattr(self.optimizer, "row_state", ())
         alike: dict[str, list[Tensor]] = {}  # entries of the state in the shape of the parameter
         numbers: dict[str, Tensor] = {}  # one number for each row, or one for all
         for name, value in states[0].items():
+            of_all = [state.get(name) for state in states]  # matrices may be stepped in another way than biases
             if isinstance(value, Real):
                 numbers[name] = torch.tensor(float(value), device="cpu")
-            elif isinstance(value, Tensor) and value.shape == shape:
-                alike[name] = [state[name] for state in states]
+            elif all(isinstance(v, Tensor) and v.shape == part.shape for v, part in zip(of_all, now, strict=True)):
+                alike[name] = of_all
             elif isinstance(value, Tensor) and name in per_row:
                 numbers[name] = self.local(value)
             elif isinstance(value, Tensor) and value.numel() == 1:

@@ -456,7 +456,9 @@ def _share(run: _Run) -> Iterator[Sentence]:
     part, whole, turned = sizes[run.invariant].sum(), sizes.sum(), run.turned[run.invariant].all()
     if part:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
-        knob = "weight decay does not regularize them; once in balance it sets their angle per step"
+        knob = "weight decay does not regularize them"
+        if np.isfinite(run.get("equilibrium_angle")[:, run.invariant]).any():
+            knob += "; once in balance it sets their angle per step"
         knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize them"
         knob = "their rate sets their angle per step, and weight decay has no effect on them" if turned else knob
         yield from run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
