@@ -319,7 +319,7 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     yield from run.say("dead", run.dead, among=run.layers, since=~(run.get("gradient_norm", "max") > 0))
     left = np.isnan(run.get("radius", "max"))
     gone = run.layers & left[run.end].all(axis=0)
-    severity = "bad" if left[run.end].all() else "note"
+    severity = "warning" if left[run.end].all() else "note"
     yield from run.say("left", gone, among=run.layers, since=left, severity=severity)
     smallest = run.get("gradient_norm", "min")
     zero, end = ~(smallest > 0), smallest[run.end]
