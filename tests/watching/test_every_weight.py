@@ -23,6 +23,7 @@ from saved import (
     statistics,
     stepped,
     train,
+    turned,
     values_of,
 )
 from torch import nn
@@ -340,6 +341,20 @@ def test_names_and_specs_are_those_of_the_model(tmp_path):
         assert about[name]["rows"] == (len(param) if param.ndim >= 2 else 1)
 
 
+def test_slices_of_one_number_are_one_row():
+    """The gains of weight_norm, (n, 1), and weights of one input: each number has only a sign, the vector turns."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    network.append(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    with watch(optimizer, network) as watcher:
+        history = train(network, optimizer, 12, loss=lambda model, _: model(torch.randn(16, 1)).square().mean())
+    for name in ("0.weight", "2.parametrizations.weight.original0"):
+        expected = turned(*(tensors[name].double().numpy().T for tensors in (history[-1].before, history[-1].after)))
+        assert watcher.latest()[name]["angle"]["median"] == pytest.approx(expected.item(), rel=1e-3)
+    assert not [sentence for sentence in watcher.verdict() if sentence.kind == "frozen"]
+
+
 def test_what_is_not_stepped_is_left_out():
     network = llama()
     network.model.norm.weight.requires_grad_(False)
@@ -452,6 +467,32 @@ def test_invariant_rows_of_an_optimizer_that_cannot_be_read():
     table = watcher.records()
     assert recorded(table, "conv1.weight") == ON_ALL | {"velocity", "taylor"}
     assert recorded(table, "fc.weight") == ON_ALL
+
+
+class Hybrid(torch.optim.Optimizer):
+    """Steps matrices with momentum and vectors without, as timm's Muon does it in its own way."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            step = param.grad
+            if param.ndim > 1:
+                step = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+            param.sub_(0.1 * step)
+
+
+def test_joint_rows_whose_parameters_have_states_of_different_kinds():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 5))
+    groups = st.find_groups(network, images())
+    with watch(Hybrid(network.parameters(), {"weight_decay": 0.1}), groups) as watcher:
+        [optimizer] = watcher.optimizers
+        history = train(network, optimizer, 6)
+    names = ["1.weight", "1.bias"]
+    x, y = (rows_of([tensors[name] for name in names], 1) for tensors in (history[-1].before, history[-1].after))
+    assert watcher.latest()[" + ".join(names)]["angle"]["max"] == pytest.approx(turned(x, y).item(), rel=1e-3)
+    [share] = [sentence.text for sentence in watcher.verdict() if sentence.kind == "share"]
+    assert share.endswith("weight decay does not regularize them.")  # no equilibrium is known
 
 
 def test_joint_rows_are_one_group_and_the_rest_is_watched_too():

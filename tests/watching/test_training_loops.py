@@ -114,6 +114,47 @@ def test_a_closure_whose_gradient_the_step_overwrites(make):
     assert "the gradient that its closure computes" in watcher.missing["defect"]
 
 
+class Altering(torch.optim.SGD):
+    """A step of another library, after which p.grad is no longer ∇L(x)."""
+
+    def __init__(self, params, alter):
+        super().__init__(params, lr=0.1)
+        self.alter = alter
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            gradient = param.grad
+            self.alter(param)
+            param.sub_(0.1 * gradient)
+
+
+ALTERATIONS = {
+    "clipped, as by LAMB": lambda param: param.grad.div_(param.grad.norm()),
+    "with decay, as by MADGRAD": lambda param: param.grad.data.add_(param.data),
+    "freed, as by HeavyBall": lambda param: setattr(param, "grad", None),
+}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_a_step_of_another_library_that_alters_the_gradient(name, nesterov):
+    """Rows are not refuted by the decay that it adds to their gradient."""
+    [weight] = params = rows((4, 5))
+    optimizer, angles, norms = Altering(groups_of(params), ALTERATIONS[name]), {}, {}
+    optimizer.param_groups[0]["nesterov"] = nesterov
+    with watch(optimizer, every=1) as watcher:
+        for step in range(8):
+            set_gradients(params, step)
+            before, norms[step] = weight.detach().clone(), float(weight.grad.norm(dim=1).max())
+            optimizer.step()
+            angles[step] = float(geometry.angle(before, weight.detach()).max())
+    table = watcher.records()
+    assert series(table, "angle", "w", "max") == pytest.approx(angles)
+    assert series(table, "gradient_norm", "w", "max") == pytest.approx(norms)
+    assert max(series(table, "defect", "w", "max").values()) < 1e-9
+
+
 def test_equilibria_of_invariant_rows_whose_gradient_is_overwritten_are_unknown():
     params = rows((4, 5))
     optimizer = torch.optim.SGD(groups_of(params), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)

@@ -7,7 +7,7 @@ from torch import Tensor
 from steradian.groups import Group, Layout
 from steradian.watching.buffer import decoupled_decay, sources_of
 from steradian.watching.rows import WatchedGroup
-from steradian.watching.sources.observed import ObservedSource
+from steradian.watching.sources.observed import SUMS, ObservedSource
 from steradian.watching.sources.triton import TritonSource, supports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +99,30 @@ def test_sums_in_one_launch_give_what_is_read(name) -> None:
         optimizer.param_groups[0]["lr"] *= 0.7
 
     compare(optimizer, made, 4, after)
+
+
+class Clipping(torch.optim.Adam):
+    """A step of its own, without Adam's state, that clips the gradient in place."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.sub_(0.1 * param.grad.div_(param.grad.norm()))
+
+
+def test_a_step_that_alters_the_gradient() -> None:
+    made = params()
+    optimizer = Clipping(list(made.values()), lr=0.01)
+    compare(optimizer, made, 3, lambda _: None)
+    entries = watched(optimizer, made)
+    launched = TritonSource(optimizer, entries)
+    values = torch.zeros(1, sum(e.n_rows for e in entries), len(SUMS), dtype=torch.float64, device=DEVICE)
+    set_gradients(made, 5)
+    norms = torch.cat([group.layout.rows(group.params[0].grad.double()).norm(dim=1) for group in entries])
+    launched.before()
+    optimizer.step()
+    launched.after(values[0])
+    torch.testing.assert_close(values[0, :, SUMS.index("gg")].sqrt(), norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

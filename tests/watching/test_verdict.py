@@ -285,6 +285,44 @@ def test_weights_in_half_precision_that_rounding_keeps_where_they_are(gains):
     assert ("1.weight" if gains else "0.weight") in sentence.text
 
 
+@pytest.mark.parametrize("at", [0, 10])
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_are_replaced_in_the_model_take_no_step(whole, at, tmp_path):
+    """The optimizer has the old ones, whose gradients are None."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with st.watch(optimizer, model, to=tmp_path / "run", every=1) as watcher:
+        for step in range(40):
+            if step == at and whole:
+                model.load_state_dict(model.state_dict(), assign=True)
+            elif step == at:
+                model[2] = nn.Linear(8, 3)
+            optimizer.zero_grad()
+            model(torch.randn(16, 5)).square().mean().backward()
+            optimizer.step()
+    [said] = [sentence for sentence in watcher.verdict() if "not observed since" in sentence.text]
+    assert said.severity == ("warning" if whole else "note")
+    assert f"since {f'step {at}' if at else 'the first observed step'}: " in said.text
+    assert said.group == ("0.weight" if whole else "2.weight")
+    assert ("healthy" in kinds(watcher.verdict())) is not whole
+    if not whole:
+        assert said in verdict(read_run(tmp_path / "run"))
+
+
+def test_numbers_that_changed_their_sign_are_not_frozen():
+    """A row of one number turns by π when its sign changes, and by nothing else."""
+    number = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([number], lr=1.5)
+    with st.watch(optimizer, every=1) as watcher:
+        for step in range(30):
+            optimizer.param_groups[0]["lr"] = 1.5 if step < 3 else 0.001
+            number.grad = number.detach().clone()
+            optimizer.step()
+    assert watcher.records().query("quantity == 'angle'")["value"].max() > 3
+    assert "frozen" not in kinds(watcher.verdict())
+
+
 def test_rows_without_a_gradient_say_nothing_of_the_pace_of_their_layer():
     """An embedding most of whose tokens are in no batch."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from s on again: of two parts with the same step the later one counts, and alert
 
 import contextlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -263,7 +264,8 @@ def labels(run: "RecordedRun") -> dict[str, str]:
 def layers(about: Mapping[str, Any]) -> set[str]:
     """The groups in run.json that are matrices or filters, not biases and gains; all groups if none is."""
     groups = about["groups"]
-    found = {each["name"] for each in groups if each["rows"] > 1 or any(len(shape) > 1 for shape in each["shapes"])}
+    several = [each for each in groups if each["rows"] > 1 or any(math.prod(shape[1:]) > 1 for shape in each["shapes"])]
+    found = {each["name"] for each in several if each["size"] > 1}  # a row of one number never turns
     return found or {each["name"] for each in groups}
 
 

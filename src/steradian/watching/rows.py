@@ -92,14 +92,15 @@ class WatchedGroup:
     def pieces(self, parts: Sequence["Piece"], at_once: int = _PIECE) -> Iterator["Piece"]:
         """The rows of its `parts` in pieces of at most so many numbers."""
         _, before, now, gradients, states = zip(*parts, strict=True)
-        shape, per_row = now[0].shape, getattr(self.optimizer, "row_state", ())
+        per_row = getattr(self.optimizer, "row_state", ())
         alike: dict[str, list[Tensor]] = {}  # entries of the state in the shape of the parameter
         numbers: dict[str, Tensor] = {}  # one number for each row, or one for all
         for name, value in states[0].items():
+            of_all = [state.get(name) for state in states]  # matrices may be stepped in another way than biases
             if isinstance(value, Real):
                 numbers[name] = torch.tensor(float(value), device="cpu")
-            elif isinstance(value, Tensor) and value.shape == shape:
-                alike[name] = [state[name] for state in states]
+            elif all(isinstance(v, Tensor) and v.shape == part.shape for v, part in zip(of_all, now, strict=True)):
+                alike[name] = of_all
             elif isinstance(value, Tensor) and name in per_row:
                 numbers[name] = self.local(value)
             elif isinstance(value, Tensor) and value.numel() == 1:
@@ -151,7 +152,7 @@ def watched_groups(
     """Every parameter that the optimizers step, as groups of rows, and sentences about what is left out.
 
     Rows are those that `find_groups` proved or that a param group declares; else the slices of dimension 0 of a matrix
-    or filter, and everything smaller as a whole. `only` are glob patterns of parameter names.
+    or filter, and everything smaller, also slices of one number, as a whole. `only` are glob patterns of names.
     """
     found: list[WatchedGroup] = []
     notes: list[str] = []
@@ -207,7 +208,8 @@ def _proposed(
                 yield declared, members, INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
-            layout = Layout("filter" if param.ndim > 1 else "tensor")
+            # A slice of one number, as of the gains of weight_norm, has only a sign.
+            layout = Layout("filter" if param.ndim > 1 and param.shape[1:].numel() > 1 else "tensor")
             group = Group((names[id(param)],), layout.spec, *layout.size(param.shape), "", math.nan)
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 

@@ -170,9 +170,11 @@ class _Run:
         self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
     ) -> None:
         self.about, self.alerts, self.steps = about, alerts, history.steps
-        self.entries = [entry for entry in about["groups"] if entry["name"] in history.groups]
+        self.entries = about["groups"]
         self.groups = [entry["name"] for entry in self.entries]
-        self._values = history.values[:, :, [history.groups.index(name) for name in self.groups]]
+        never = np.full((*history.values.shape[:2], 1), np.nan)  # of groups that took no step
+        places = [history.groups.index(name) if name in history.groups else -1 for name in self.groups]
+        self._values = np.concatenate([history.values, never], axis=2)[:, :, places]
         owner = {name: settings for settings in about["optimizer"]["groups"] for name in settings["params"]}
         self.settings = [owner.get(entry["names"][0], {}) for entry in self.entries]
         # Their radius is fixed, and their rate is an angle or proportional to one.
@@ -201,7 +203,8 @@ class _Run:
         # Most rows have no gradient: now, as those that died, or from the start, as tokens that are in no batch.
         idle = self.now("gradient_norm") == 0
         unused = idle & (_median(self.get("gradient_norm")[: self.count]) == 0)
-        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~idle
+        turns = np.array([entry["size"] > 1 for entry in self.entries])  # a number has only a sign
+        self.still = turns & (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~idle
         self.moving = (self.angle > 0) & ~(self.dead | self.still | unused | np.isinf(radius[self.end]).any(axis=0))
         # What rounding to half precision leaves of a step may be nothing, also of a bias or a gain.
         halves = np.array([entry.get("dtype") in ("bfloat16", "float16") for entry in self.entries], dtype=bool)
@@ -209,8 +212,9 @@ class _Run:
 
     @property
     def median_angle(self) -> float:
-        """Of the layers that turn."""
-        return float(_median(self.angle[self.layers & self.moving]))
+        """Of the layers that turn; of all groups that do if no layer does."""
+        layers = self.layers & self.moving
+        return float(_median(self.angle[layers if layers.any() else self.moving]))
 
     @property
     def pull(self) -> Numbers:
@@ -311,8 +315,12 @@ def _rounded(run: _Run) -> Iterator[Sentence]:
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
-    """Layers and rows whose gradient is exactly 0."""
+    """Layers and rows whose gradient is exactly 0, and layers without one."""
     yield from run.say("dead", run.dead, among=run.layers, since=~(run.get("gradient_norm", "max") > 0))
+    left = np.isnan(run.get("radius", "max"))
+    gone = run.layers & left[run.end].all(axis=0)
+    severity = "warning" if left[run.end].all() else "note"
+    yield from run.say("left", gone, among=run.layers, since=left, severity=severity)
     smallest = run.get("gradient_norm", "min")
     zero, end = ~(smallest > 0), smallest[run.end]
     idle = (end == 0).any(axis=0) & ~(end > 0).any(axis=0) & run.layers & ~run.dead
@@ -448,7 +456,9 @@ def _share(run: _Run) -> Iterator[Sentence]:
     part, whole, turned = sizes[run.invariant].sum(), sizes.sum(), run.turned[run.invariant].all()
     if part:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
-        knob = "weight decay does not regularize them; once in balance it sets their angle per step"
+        knob = "weight decay does not regularize them"
+        if np.isfinite(run.get("equilibrium_angle")[:, run.invariant]).any():
+            knob += "; once in balance it sets their angle per step"
         knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize them"
         knob = "their rate sets their angle per step, and weight decay has no effect on them" if turned else knob
         yield from run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)

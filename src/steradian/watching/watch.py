@@ -349,7 +349,7 @@ class Watch:
             buffer.source.known = None
             buffer.update_settings()
         if lost:
-            text = "%s: %s not watched any more: no longer in the param group of before"
+            text = "%s: %s not watched any more: out of the param group of before, or of another shape, dtype or device"
             logger.warning(text, self.run, ", ".join(lost))
             self._flush.complete = False
 

@@ -25,13 +25,15 @@ from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_f
 from steradian.watching.rows import INVARIANT, Piece, WatchedGroup, dtype_of, nominal_rate, place
 from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
-__all__ = ["SUMS", "ObservedSource", "tells_step"]
+__all__ = ["OF_GRADIENT", "SUMS", "ObservedSource", "tells_step"]
 
 SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
 """⟨x,x⟩, ⟨q,x⟩, ⟨q,q⟩, ⟨g,g⟩, ⟨g,x⟩, ⟨g,q⟩ and ⟨b,b⟩ of a row, with g = ∇L(x).
 
 From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
 """
+OF_GRADIENT = slice(3, 5)
+"""⟨g,g⟩ and ⟨g,x⟩, which are known before the step."""
 _COMPARED = 20  # observed steps at which the reader of somebody else's optimizer is compared with the weights
 _AGREES = 1e-2  # it must predict the displacement to this share of it
 _ULPS = 4  # and to so many units in the last place of the weights, which are rounded
@@ -66,8 +68,11 @@ class ObservedSource(Source):
         known = isinstance(optimizer, RowOptimizer | Muon)
         self._overwrites = named or (not known and any(group.settings.get("nesterov") for group in watched))
         self._invariant = any(group.label == INVARIANT for group in watched)
+        # Steps of other libraries may clip p.grad, add the decay to it, or free it.
+        self._alters = is_foreign(type(optimizer))
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
+        self._slopes: dict[int, Tensor] = {}  # before such a step: ⟨g,g⟩ and ⟨g,x⟩ of each row
         sizes = np.repeat([float(group.size) for group in self.watched], [group.n_rows for group in self.watched])
         self._sizes = torch.from_numpy(sizes).to(self.dtype).to(self.device)
         self.reader: Reader | None = None
@@ -119,12 +124,23 @@ class ObservedSource(Source):
                 if self._overwrites and self._has_gradient and group.active():
                     gradients = group.gradients()
                     self._gradients[id(group)] = [g.clone() if scale is None else g / scale for g in gradients]
+                if self._alters and not self.closure and group.active():
+                    self._slopes[id(group)] = self._read_gradient(group)
+
+    def _read_gradient(self, group: WatchedGroup) -> Tensor:
+        """⟨g,g⟩ and ⟨g,x⟩ of a group's rows before the step, until which its gradient is held."""
+        group.held = group.gradients()
+        found = torch.zeros(group.n_rows, 2, dtype=self.dtype, device=self.device)
+        for piece in group.pieces(group.parts(None, group.held)):
+            g, x = piece.gradient.to(self.dtype), piece.now.to(self.dtype)
+            found[piece.rows] += torch.stack([torch.linalg.vecdot(g, g), torch.linalg.vecdot(g, x)], dim=1)
+        return found
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
         for group in self.watched:
             points = self._points.pop(id(group), None)
-            gradients = self._gradients.pop(id(group), None)
+            gradients, slopes = self._gradients.pop(id(group), None), self._slopes.pop(id(group), None)
             if not group.active() or (self.two_points and points is None):
                 continue
             gradients = group.gradients() if gradients is None else gradients
@@ -133,6 +149,8 @@ class ObservedSource(Source):
                 parts = self._read_parts(group, parts)
             for piece in group.pieces(parts):
                 self._add_sums(group, piece, rows[piece.rows])
+            if slopes is not None:
+                rows[:, OF_GRADIENT] = slopes
             if self.each_step:
                 self.measure(group, parts, rows)
         self._left -= self._left > 0
@@ -272,7 +290,7 @@ class ObservedSource(Source):
         return sum(group.n_rows * group.size * group.dtype.itemsize for group in self.watched)
 
     def close(self) -> None:
-        self._points, self._gradients = {}, {}
+        self._points, self._gradients, self._slopes = {}, {}, {}
 
 
 def _difference(taken: Taken, step: Step) -> str:

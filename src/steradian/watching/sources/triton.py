@@ -14,7 +14,7 @@ from steradian.optim.fused.table import Launch
 from steradian.scheme import UnreadableOptimizerError, is_foreign, reader_of
 from steradian.watching.kernels import sum_rows
 from steradian.watching.rows import WatchedGroup
-from steradian.watching.sources.observed import SUMS, ObservedSource
+from steradian.watching.sources.observed import OF_GRADIENT, SUMS, ObservedSource
 
 __all__ = ["TritonSource", "supports"]
 
@@ -60,8 +60,11 @@ class TritonSource(ObservedSource):
 
     def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
         super().__init__(optimizer, watched)
-        self.adam, self.sgd = isinstance(optimizer, Adam), isinstance(optimizer, SGD)
+        # A subclass with a step of its own cannot be read, and may have another state.
+        self.adam, self.sgd = (self.reader is not None and isinstance(optimizer, each) for each in (Adam, SGD))
+        self._n_rows = sum(group.n_rows for group in self.watched)
         self._copies: list[Tensor] = []
+        self._early: Tensor | None = None  # the sums before a step that may alter the gradient
         self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
         self._addresses, self._strides = list[int](), list[Any]()  # of the gradients
         self._param_groups: list[dict[str, Any]] = []
@@ -88,7 +91,7 @@ class TritonSource(ObservedSource):
             items.append(torch.stack([torch.full_like(first, line), first, rows, entry, entries, place], dim=1))
             owner.append((group.start + torch.arange(group.n_rows, device="cpu")).repeat_interleave(pieces))
             start += group.n_rows * pieces
-        whole = start == sum(group.n_rows for group in self.watched)
+        whole = start == self._n_rows
         return torch.cat(items).to(self.device), None if whole else torch.cat(owner).to(self.device)
 
     @torch.no_grad()
@@ -97,10 +100,22 @@ class TritonSource(ObservedSource):
             now = [group.local(group.params[0]) if group.sharded else group.params[0] for group in self.watched]
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
             torch._foreach_copy_(self._copies, now)
+            if self._alters and not self.closure:
+                for group in self.watched:
+                    group.held = group.gradients() if group.active() else None
+                self._early = self._table.new_zeros(self._n_rows, len(SUMS), dtype=self.dtype)
+                self._launch(self._early)
 
     def after(self, out: Tensor) -> None:
         if self.two_points and not self._copies:
             return
+        self._launch(out)
+        if self._early is not None:
+            out[:, OF_GRADIENT] = self._early[:, OF_GRADIENT]
+        self._copies, self._early = [], None
+
+    def _launch(self, out: Tensor) -> None:
+        """Write the sums of the rows as they are now."""
         self._refresh()
         target = out if self._owner is None else out.new_empty(len(self._owner), out.shape[1])
         if self.two_points not in self._launches:
@@ -112,7 +127,7 @@ class TritonSource(ObservedSource):
             self._launches[self.two_points](target)
         if self._owner is not None:
             out.zero_().index_add_(0, self._owner, target)
-        self._copies, self._kept = [], []
+        self._kept = []
 
     def _refresh(self) -> None:
         """Send addresses and settings that changed; from pinned memory, so that the host does not wait."""
@@ -199,7 +214,7 @@ class TritonSource(ObservedSource):
         to.copy_(values.pin_memory() if self.device.type == "cuda" else values, non_blocking=True)
 
     def close(self) -> None:
-        self._copies = []
+        self._copies, self._early = [], None
 
 
 def _order(tensor: Tensor) -> list[int]:
