@@ -86,6 +86,8 @@ def load_plugin(path: Path) -> None:
     _loading = True
     try:
         run_file(path)
+    except SystemExit as error:  # of a script
+        raise ImportError(f"plugin {path} ends the process when it is imported: SystemExit {error}") from error
     finally:
         _loading = False
         for each in [registered for registered, source in _sources.items() if not source]:
@@ -96,7 +98,8 @@ def run_file(path: Path) -> ModuleType:
     """Import a file, as a module with a name that no other has; it can import what is in its folder."""
     if (folder := str(path.absolute().parent)) not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"file {path}", path)
+    name = f"file {path}".replace(".", " ")  # with a dot it would be in a package
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "every .py file has them"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # where classes look for their module

@@ -93,7 +93,8 @@ class Result:
         curves = {
             name: [math.nan if v is None else float(v) for v in curve] for name, curve in values["curves"].items()
         }
-        return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
+        more = {name: values[name] for name in ("diverged", "collapsed", "seconds", "environment") if name in values}
+        return cls(config, curves, **more)
 
 
 class Store:
@@ -123,7 +124,7 @@ class Store:
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8"))["runs"]
             return {row.get("key") or Config.from_dict(row["config"]).key: row for row in rows}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
 
     def add(self, results: Iterable[Result]) -> None:
