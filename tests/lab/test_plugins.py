@@ -2,6 +2,7 @@
 
 import io
 import json
+import linecache
 import math
 import re
 import subprocess
@@ -168,6 +169,46 @@ def test_tune_gives_every_method_the_same_number_of_points(call, tmp_path):
         assert f"{method}: the best rate, " in outputs[-1], "of two points each is at an edge"
         best = max((r for r in tried if r.config.method == method), key=lambda r: max(r.curves["validation_accuracy"]))
         assert {r.config.setting for r in winners if r.config.method == method} == {best.config.setting}
+
+
+CELLS = {
+    "imports": "import torch\nfrom steradian import lab\nimport opts_@",
+    "rate": "RATE = 1.0",
+    "helper": "def helper(config):\n    return config.lr * RATE",
+    "class": "class Mine(torch.optim.SGD):\n    @torch.no_grad()\n    def step(self):\n        return 1",
+    "other": "def other():\n    return 1",
+    "maker": "def maker(cls, scale):\n    return lambda groups, config: cls([], helper(config) * opts_@.SCALE, scale)",
+    "register": "lab.register_method('Mine', maker(Mine, 0.5))",
+}
+
+
+def test_in_a_notebook_all_that_a_method_names_is_part_of_the_key(known, tmp_path, monkeypatch):
+    mark = re.sub(r"\W", "_", tmp_path.name)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def key(module="SCALE = 1", **changes):
+        (tmp_path / f"opts_{mark}.py").write_text(module)
+        names = {"__name__": "a_notebook"}
+        for number, text in enumerate((CELLS | changes).values()):
+            text, file = text.replace("opts_@", f"opts_{mark}"), f"/a/notebook/{number}"
+            monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))
+            exec(compile(text, file, "exec"), names)
+        return comparison(network="ResNet20", data="cifar10", methods=["Mine"], lr={"Mine": 1}, seeds=1)[0].key
+
+    first = key()
+    assert key() == first
+    assert key(other="def other():\n    return 2") == first
+    for name, old, new in (
+        ("rate", "1", "2"),
+        ("helper", "config.lr", "0.1"),
+        ("class", "return 1", "return 2"),
+        ("register", "0.5", "0.6"),
+    ):
+        assert key(**{name: CELLS[name].replace(old, new)}) != first
+    assert key(module="SCALE = 2") != first
+    names = {"__name__": "a_notebook", "lab": lab}
+    with pytest.raises(ValueError, match="must be in a file or a notebook: it has no source"):
+        exec("lab.register_method('Mine', lambda groups, config: None)", names)
 
 
 def test_only_trainings_that_use_a_plugin_have_its_hash(known, tmp_path):

@@ -9,12 +9,14 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +116,8 @@ def plugin_of(config: "Config") -> str:
 
 
 def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
-    function = getattr(make, "func", make)  # of a partial
+    function = inspect.unwrap(getattr(make, "func", make))  # of a partial
+    function = function if isinstance(function, FunctionType | type) else type(function)
     known = _KNOWN[kind]
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
@@ -122,11 +125,61 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     if _loading:
         _sources[kind, name] = ""  # until the plugin's imports have run
     elif not function.__module__.startswith("steradian.lab."):
-        # The file that the function is defined in, or its own text in a notebook.
-        file, text = Path(inspect.getsourcefile(function) or ""), inspect.getsource(function).encode()
-        package = getattr(sys.modules.get(function.__module__), "__package__", None) or ""
-        digest = _hash_of(file, package, {}) if file.is_file() else hashlib.sha256(text).hexdigest()[:12]
-        _sources[kind, name] = digest
+        file = _file_of(function)
+        _sources[kind, name] = _hash_of(file, _package_of(function), {}) if file else _hash_in_notebook(make)
+
+
+def _file_of(function: Any) -> Path | None:
+    """The file that a function or class is defined in; None in a notebook."""
+    with suppress(TypeError, OSError):  # a class of a notebook
+        path = Path(inspect.getsourcefile(function) or "")
+        return path if path.is_file() else None
+    return None
+
+
+def _package_of(function: Any) -> str:
+    return getattr(sys.modules.get(function.__module__), "__package__", None) or ""
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether a file is installed, Python's or ours, and not the user's."""
+    return bool({"site-packages", "dist-packages"} & {*file.parts}) or any(map(file.is_relative_to, _FOREIGN))
+
+
+def _hash_in_notebook(make: Any) -> str:
+    """The hash of a function of a notebook, and of all that it names there: classes, functions, numbers, modules."""
+    found: list[bytes] = []
+    waiting, met = [make], dict[int, Any]()
+    while waiting:
+        each = inspect.unwrap(waiting.pop())
+        if id(each) in met:
+            continue
+        met[id(each)] = each
+        file = _file_of(each)
+        if isinstance(each, partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, staticmethod | classmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, int | float | str):
+            found.append(repr(each).encode())
+        elif file is not None:  # a module, or what is imported from one
+            if not _is_foreign(file):
+                found.append(_hash_of(file, _package_of(each) if hasattr(each, "__module__") else "", {}).encode())
+        elif isinstance(each, type):
+            members = {name: value for name, value in vars(each).items() if callable(value) or name[:2] != "__"}
+            waiting += [*each.__bases__, *members.values()]
+        elif isinstance(each, FunctionType):
+            try:
+                text = inspect.getsource(each)
+            except OSError as error:
+                raise ValueError(f"{each.__qualname__} must be in a file or a notebook: it has no source") from error
+            found.append(text.encode())
+            names = sorted({*re.findall(r"\w+", text)} & each.__globals__.keys())
+            cells = [cell.cell_contents for cell in each.__closure__ or ()]
+            waiting += [*cells, *(each.__defaults__ or ()), *(each.__globals__[name] for name in names)]
+    return hashlib.sha256(b"\0".join(found)).hexdigest()[:12]
 
 
 def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
@@ -141,7 +194,7 @@ def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
                 for name in accumulate(parts, "{}.{}".format):
                     spec = importlib.util.find_spec(name)
                     at = Path((spec and spec.origin) or "")  # a namespace has none
-                    if {"site-packages", "dist-packages"} & {*at.parts} or any(map(at.is_relative_to, _FOREIGN)):
+                    if _is_foreign(at):
                         break
                     if spec and at.is_file() and at not in found:
                         _hash_of(at, spec.parent or "", found)
