@@ -127,6 +127,11 @@ class Store:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
 
+    def prepare(self) -> None:
+        """Make the folder; an OSError now, if it cannot be written, costs no training."""
+        with _locked(self.path):
+            pass
+
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""
         with _locked(self.path):
