@@ -418,6 +418,16 @@ def test_an_optimizer_without_a_rate_is_refused_by_name(known):
         Training(replace(CONFIG, method="Odd"), few())
 
 
+def test_two_plugins_must_not_share_a_name_and_one_may_be_loaded_again(known, tmp_path):
+    for name in ("mine", "theirs"):
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+    lab.load_plugin(tmp_path / "mine.py")
+    lab.load_plugin(tmp_path / "mine.py")
+    with pytest.raises(ValueError, match=r"method 'Signs' of .*theirs.py has the name of one of .*mine.py"):
+        lab.load_plugin(tmp_path / "theirs.py")
+    assert comparison(network="ResNet20", data="digits", methods=["Signs"], lr={"Signs": 1}, seeds=1)[0].plugin
+
+
 def test_a_method_of_another_kind_is_refused_by_name(known):
     with pytest.raises(TypeError, match=r"'Few' must be called as make\(groups, config\): too many"):
         lab.register_method("Few", lambda groups: None)

@@ -39,7 +39,8 @@ DATA: dict[str, Callable[[Path | None], Any]] = {}
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
-_loading = False  # a plugin
+_files: dict[tuple[str, str], Path] = {}  # the plugin that registered it, by kind and name
+_loading: Path | None = None  # a plugin
 _FOREIGN = (Path(ast.__file__).parent, Path(__file__).parents[1])  # Python's modules and ours
 
 
@@ -85,13 +86,13 @@ def load_plugin(path: Path) -> None:
     if not path.is_file() or path.suffix != ".py":
         there = "" if path.exists() else ", which does not exist"
         raise ValueError(f"plugin must be a Python file, got {str(path)!r}{there}")
-    _loading = True
+    _loading = path.resolve()
     try:
         run_file(path)
     except SystemExit as error:  # of a script
         raise ImportError(f"plugin {path} ends the process when it is imported: SystemExit {error}") from error
     finally:
-        _loading = False
+        _loading = None
         for each in [registered for registered, source in _sources.items() if not source]:
             _sources[each] = _hash_of(path, "", {})
 
@@ -121,8 +122,11 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     known = _KNOWN[kind]
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
+    if _loading and (kind, name) in _sources and (other := _files.get((kind, name), _loading)) != _loading:
+        raise ValueError(f"the {kind} {name!r} of {_loading} has the name of one of {other}")
     known[name] = make
     if _loading:
+        _files[kind, name] = _loading
         _sources[kind, name] = ""  # until the plugin's imports have run
     elif not function.__module__.startswith("steradian.lab."):
         file = _file_of(function)
