@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from steradian.lab import paper
-from steradian.lab.config import Config
+from steradian.lab.config import Config, match_name
 from steradian.lab.registry import METHODS
 
 CONFIG = Config(model="ResNet20", data="cifar10", method="Adam w/o (ab)", lr=1e-3, weight_decay=1.25e-4)
@@ -28,6 +28,12 @@ def test_a_key_never_changes_and_is_unique():
 def test_equal_numbers_of_other_types_give_the_same_key():
     one = replace(CONFIG, lr=1, seed=np.int64(3), milestones=np.array([1, 2]), betas=[0, np.float64(0.5)])
     assert one.key == replace(CONFIG, lr=1.0, seed=3, milestones=(1, 2), betas=(0.0, 0.5)).key
+
+
+def test_names_in_any_script_are_matched_by_letters_and_digits():
+    known = ("Adam w/o (ab)", "αβ", "動量 2", "†")
+    assert [match_name(name, known) for name in ("adam-wo-ab", "α β", "動量-2", "†")] == list(known)
+    assert [match_name(name, known) for name in ("γδ", "動量", "‡", "")] == [None] * 4
 
 
 def test_the_rate_falls_at_milestones():
@@ -50,6 +56,8 @@ def test_the_rate_falls_at_milestones():
         ({"betas": (0.9, 1.0)}, "betas must be β1 and β2 in"),
         ({"momentum": 1}, "momentum must be in"),
         ({"warmup": 500}, "warmup must be at least 0 and less than 405"),
+        ({"batch_size": "many"}, "batch_size has a value of the wrong kind, 'many'"),
+        ({"betas": 0.9}, "betas has a value of the wrong kind, 0.9"),
     ],
 )
 def test_bad_settings_are_refused(change, words):

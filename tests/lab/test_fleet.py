@@ -40,6 +40,14 @@ def data():
     return few()
 
 
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(data, tmp_path):
+    (tmp_path / "results").write_text("not a folder")
+    study = fleet(tmp_path, data, make=lambda *_, **__: pytest.fail("a training was begun"))
+    study.store = Store(tmp_path / "results" / "mine.json")
+    with pytest.raises(OSError, match="results"):
+        study.run([CONFIG])
+
+
 def test_a_training_is_the_plain_loop(data):
     """Against torch.optim.Adam written out, batch by batch."""
     config = replace(CONFIG, method="Adam", epochs=2, milestones=(1,))

@@ -1,29 +1,35 @@
 """A plugin's optimizer, network and data set run through compare and tune, are killed, continued, and end the same."""
 
 import io
+import json
+import linecache
 import math
 import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+from torch import nn
 
 from steradian import lab
 from steradian.cli import main
 from steradian.lab import angle, registry  # noqa: F401  # angle registers methods, which are kept
 from steradian.lab.config import Config
+from steradian.lab.data import Resident, load
 from steradian.lab.recipes import comparison, tuning
 from steradian.lab.results import CURVES, Result, Store
 from steradian.lab.tables import accuracy_columns
 from steradian.lab.training import Execution, Queue, Training
 
-from lab.studies import CONFIG, few, fleet
+from lab.studies import CONFIG, curves, few, fleet
 
 PLUGIN = '''
 import numpy as np
@@ -165,6 +171,46 @@ def test_tune_gives_every_method_the_same_number_of_points(call, tmp_path):
         assert {r.config.setting for r in winners if r.config.method == method} == {best.config.setting}
 
 
+CELLS = {
+    "imports": "import torch\nfrom steradian import lab\nimport opts_@",
+    "rate": "RATE = 1.0",
+    "helper": "def helper(config):\n    return config.lr * RATE",
+    "class": "class Mine(torch.optim.SGD):\n    @torch.no_grad()\n    def step(self):\n        return 1",
+    "other": "def other():\n    return 1",
+    "maker": "def maker(cls, scale):\n    return lambda groups, config: cls([], helper(config) * opts_@.SCALE, scale)",
+    "register": "lab.register_method('Mine', maker(Mine, 0.5))",
+}
+
+
+def test_in_a_notebook_all_that_a_method_names_is_part_of_the_key(known, tmp_path, monkeypatch):
+    mark = re.sub(r"\W", "_", tmp_path.name)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def key(module="SCALE = 1", **changes):
+        (tmp_path / f"opts_{mark}.py").write_text(module)
+        names = {"__name__": "a_notebook"}
+        for number, text in enumerate((CELLS | changes).values()):
+            text, file = text.replace("opts_@", f"opts_{mark}"), f"/a/notebook/{number}"
+            monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))
+            exec(compile(text, file, "exec"), names)
+        return comparison(network="ResNet20", data="cifar10", methods=["Mine"], lr={"Mine": 1}, seeds=1)[0].key
+
+    first = key()
+    assert key() == first
+    assert key(other="def other():\n    return 2") == first
+    for name, old, new in (
+        ("rate", "1", "2"),
+        ("helper", "config.lr", "0.1"),
+        ("class", "return 1", "return 2"),
+        ("register", "0.5", "0.6"),
+    ):
+        assert key(**{name: CELLS[name].replace(old, new)}) != first
+    assert key(module="SCALE = 2") != first
+    names = {"__name__": "a_notebook", "lab": lab}
+    with pytest.raises(ValueError, match="must be in a file or a notebook: it has no source"):
+        exec("lab.register_method('Mine', lambda groups, config: None)", names)
+
+
 def test_only_trainings_that_use_a_plugin_have_its_hash(known, tmp_path):
     plugin, wanted = tmp_path / "mine.py", {"methods": ["Signs", "SGD-M"], "lr": {"signs": 0.1}, "seeds": 1}
     found = []
@@ -220,6 +266,168 @@ def test_what_a_plugin_imports_is_part_of_the_hash(known, tmp_path, monkeypatch,
     assert key() == first
 
 
+class Odd(torch.optim.Optimizer):
+    """Keeps what torch's optimizers do not: settings that change, and a state of many kinds."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "count": 0, "mean": torch.tensor(0.0)})
+
+    @torch.no_grad()
+    def step(self):
+        self.state["all"] = {"steps": self.state["all"].get("steps", 0) + 1}
+        for group in self.param_groups:
+            group["count"] += 1
+            group["named later"] = group.get("named later", 1.0) * 0.9
+            group["mean"].add_(0.1)
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(size=1.0, word="up", pair=(1, None), past=[], root=np.float64(2.0))
+                    state.update(sums=torch.zeros_like(p, dtype=torch.float64), positive=p > 0)
+                state["size"] *= 0.99
+                state["root"] = np.sqrt(state["root"])
+                state["past"] = [*state["past"], p.grad.clone()][-3:]
+                state["sums"] += p.grad.double().square()
+                state["positive"] = state["positive"] ^ (p.grad > 0)
+                state["pair"] = (state["pair"][0] + 1, None)
+                step = sum(state["past"]) / (state["sums"].sqrt() + 1e-3).float() * state["size"] * state["root"]
+                step[state["positive"]] *= 0.5
+                share = group["lr"] * group["named later"] / (group["count"] + self.state["all"]["steps"])
+                p.sub_(step * share / state["pair"][0] * (1 + group["mean"]) * len(state["word"]))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Gradients at y, evaluations at x (Defazio et al., The Road Less Scheduled, 2024)."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "count": 0, "training": False})
+
+    def train(self, mode=True):
+        for group in self.param_groups:
+            for p in group["params"] if group["training"] != mode else ():
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], 0.1 if mode else 1 - 1 / 0.9)
+            group["training"] = mode
+
+    def eval(self):
+        self.train(False)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            assert group["training"]
+            group["count"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["count"]).sub_(p.grad, alpha=group["lr"] * (0.1 + 0.9 / group["count"]))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class Still(nn.Sequential):
+    """Its BN never leaves the evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def convolution(kind=nn.Sequential, *, drop=0.0, channels, classes, size):
+    body = [nn.Conv2d(channels, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(drop)]
+    return kind(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, classes))
+
+
+STRANGE = {
+    "state": (lambda groups, config: Odd(groups.param_groups(), config.lr), convolution),
+    "modes": (lambda groups, config: ScheduleFree(groups.param_groups(), config.lr), convolution),
+    "closure": (lambda groups, config: torch.optim.LBFGS(list(groups.params.values()), config.lr, 2), convolution),
+    "dropout": (None, partial(convolution, drop=0.5)),
+    "evaluation": (None, partial(convolution, Still)),
+}
+
+
+@pytest.fixture
+def strange(known):
+    """Configurations of the strange methods and networks, over two seeds."""
+
+    def made(kind, epochs=3):
+        method, network = STRANGE[kind]
+        lab.register_method("Strange", method or (lambda groups, config: torch.optim.SGD(groups.param_groups(), 0.1)))
+        lab.register_network("Strange", network)
+        how = {"network": "Strange", "data": "digits", "epochs": epochs, "lr": {"Strange": 0.1}, "batch_size": 16}
+        return comparison(methods=["Strange"], seeds=2, **how)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_training_that_continues_from_files_is_the_same_bit_for_bit(strange, tmp_path, kind):
+    data, whole, parts = few(), strange(kind), strange(kind)
+    assert fleet(tmp_path / "whole", data).run(whole)
+    for _ in range(20):
+        passed = iter([0.0, 0.0, 0.0])  # the time is over after the first epoch that ends
+        study = fleet(tmp_path / "parts", data, size=2, clock=lambda passed=passed: next(passed, 1e9))
+        if study.run(parts, seconds=100):
+            break
+        torch.rand(7)  # somebody else's numbers
+    stores = [Store(tmp_path / place / "results.json") for place in ("whole", "parts")]
+    assert curves(stores[0]) == curves(stores[1])
+    losses = [result.curves["train_loss"] for result in stores[0].results()]
+    assert losses[0] != losses[1]
+    assert all(min(each[1:]) < each[0] for each in losses)
+
+
+def test_a_state_that_a_file_cannot_hold_is_refused_at_the_first_checkpoint(known):
+    def make(groups, config):
+        optimizer = torch.optim.SGD(groups.param_groups(), config.lr)
+        optimizer.state["past"] = {"made by": iter([])}
+        return optimizer
+
+    lab.register_method("Odd", make)
+    training = Training(replace(CONFIG, method="Odd"), few())
+    with pytest.raises(TypeError, match=r"an optimizer keeps in its state must be tensors, .* got list_iterator"):
+        training.state()
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        (lambda **kind: None, "must be a torch.nn.Module, got NoneType"),
+        (
+            lambda **kind: convolution(**kind | {"classes": 2}),
+            r"must return logits, of shape \(8, 10\) here, got \(8, 2\)",
+        ),
+        (lambda **kind: convolution(**kind)[:3], r"must return logits, .* got \(8, 4, 6, 6\)"),
+        (lambda **kind: nn.Sequential(nn.Flatten(), nn.LSTM(64, 10)), "must return logits, .* got tuple"),
+    ],
+)
+def test_a_network_that_gives_no_logits_is_refused_by_name(known, network, found):
+    lab.register_network("Odd", network)
+    with pytest.raises((TypeError, ValueError), match=f"network 'Odd' {found}"):
+        Training(replace(CONFIG, model="Odd", norm="", width=None), few())
+
+
+def test_an_optimizer_without_a_rate_is_refused_by_name(known):
+    def make(groups, config):
+        optimizer = torch.optim.SGD(groups.param_groups(), config.lr)
+        del optimizer.param_groups[0]["lr"]
+        return optimizer
+
+    lab.register_method("Odd", make)
+    with pytest.raises(TypeError, match="param groups of method 'Odd' must have 'lr'"):
+        Training(replace(CONFIG, method="Odd"), few())
+
+
+def test_two_plugins_must_not_share_a_name_and_one_may_be_loaded_again(known, tmp_path):
+    for name in ("mine", "theirs"):
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+    lab.load_plugin(tmp_path / "mine.py")
+    lab.load_plugin(tmp_path / "mine.py")
+    with pytest.raises(ValueError, match=r"method 'Signs' of .*theirs.py has the name of one of .*mine.py"):
+        lab.load_plugin(tmp_path / "theirs.py")
+    assert comparison(network="ResNet20", data="digits", methods=["Signs"], lr={"Signs": 1}, seeds=1)[0].plugin
+
+
 def test_a_method_of_another_kind_is_refused_by_name(known):
     with pytest.raises(TypeError, match=r"'Few' must be called as make\(groups, config\): too many"):
         lab.register_method("Few", lambda groups: None)
@@ -255,6 +463,61 @@ def test_every_method_must_have_as_many_points():
     assert [c.lr for c in tuning(configs, points=3)] == [0.0316, 0.1, 0.316, 0.000316, 0.001, 0.00316]
     with pytest.raises(ValueError, match="every method must have the same number of points, got SGD-M 1, Adam 6"):
         tuning(configs, rates={"SGD-M": [0.1]})
+
+
+def test_a_plugin_that_fails_is_one_line_that_says_how_to_find_it(known, tmp_path, monkeypatch, capsys):
+    plugin = tmp_path / "mine.py"
+    lines = {
+        "import sys; sys.exit(3)": f"plugin {plugin} ends the process when it is imported: SystemExit 3",
+        "from . import other": "attempted relative import with no known parent package",
+        "raise ValueError('no')": "ValueError: no; STERADIAN_TRACEBACK=1 shows where",
+    }
+    for source, said in lines.items():
+        plugin.write_text(source)
+        monkeypatch.setattr(sys, "argv", ["steradian", "compare", "--plugin", str(plugin), "--methods", "SGD-M"])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert (done.value.code, capsys.readouterr().err) == (1, f"steradian: {said}\n")
+
+
+def test_data_of_a_plugin_may_have_labels_of_any_integers_and_must_be_complete(known):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    for kind in ("uint8", "int32", "uint64"):
+        labels = random.integers(0, 2, 40).astype(kind)
+        lab.register_data("own", lambda root, labels=labels: (images[:30], labels[:30], images[30:], labels[30:]))
+        training = Training(replace(CONFIG, data="own", epochs=1), Resident(load("own")))
+        training.run_epoch()
+        assert math.isfinite(training.curves["train_loss"][0])
+    lab.register_data("own", lambda root: (images, labels))
+    with pytest.raises(ValueError, match="'own' must be images, labels, test images and test labels, got 2 arrays"):
+        load("own")
+    lab.register_data("own", lambda root: (images, labels, images[:0], labels[:0]))
+    with pytest.raises(ValueError, match=r"own must have .* a test image, got 40 and 0"):
+        Resident(load("own"))
+
+
+def test_results_written_by_another_program_have_a_table_and_figures(tmp_path, monkeypatch, capsys):
+    """With the fields that the documentation names, and names that are no formulas."""
+    rows = []
+    for method, seed in product(("$\\frac a$", "_b$"), range(3)):
+        config = {"model": "GPT", "norm": "", "data": "bytes", "method": method, "lr": 1, "seed": seed, "epochs": 2}
+        curves = {name: [1.0, 2.0 + seed] for name in ("train_loss", "validation_accuracy", "test_accuracy")}
+        rows.append({"config": config | {"schedule": "mine"}, "curves": curves})
+    (tmp_path / "mine.json").write_text(json.dumps({"runs": rows}))
+    for command in (["table", "mine"], ["figure", "mine", "accuracy", "--out", str(tmp_path / "mine.svg")]):
+        monkeypatch.setattr(sys, "argv", ["steradian", *command, "--results", str(tmp_path)])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert done.value.code == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    drawn = (tmp_path / "mine.svg").read_text()
+    for method in ("$\\frac a$", "_b$"):
+        assert f"│ {method} " in shown
+        assert f"{method} (3 seeds)" in drawn
+    (tmp_path / "mine.json").write_text('{"runs": [1]}')
+    with pytest.raises(ValueError, match="is not a file of results"):
+        Store(tmp_path / "mine.json").results()
 
 
 def test_results_of_a_loop_of_ones_own_have_a_table(tmp_path):

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import traceback
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -90,8 +92,10 @@ def _print_error(error: Exception) -> int:
         return int(error.exit_code)
     if type(error).__name__ == "Abort":  # an interruption in older versions
         return _INTERRUPTED
-    if not isinstance(error, _EXPECTED):
-        _print(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+    if not isinstance(error, _EXPECTED) or not (ours or isinstance(error, OSError | ImportError)):
+        _print(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")  # perhaps in the user's code
         return 1
     # A KeyError quotes its message, and torch adds its C++ frames.
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)

@@ -49,9 +49,14 @@ class Config:
 
     def __post_init__(self) -> None:
         # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.
-        vars(self).update({name: float(getattr(self, name)) for name in ("lr", "weight_decay", "momentum", "gamma")})
-        vars(self).update({name: int(getattr(self, name)) for name in ("epochs", "batch_size", "seed")})
-        vars(self).update(betas=tuple(map(float, self.betas)), milestones=tuple(map(int, self.milestones)))
+        kinds: dict[str, type] = dict.fromkeys(("lr", "weight_decay", "momentum", "gamma", "betas"), float)
+        kinds |= dict.fromkeys(("epochs", "batch_size", "seed", "milestones"), int)
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                vars(self)[name] = tuple(map(kind, value)) if name in ("betas", "milestones") else kind(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} has a value of the wrong kind, {value!r}") from error
         checks = {
             "lr": (0 < self.lr < math.inf, "positive and finite"),
             "weight_decay": (self.weight_decay >= 0, "at least 0"),
@@ -125,7 +130,7 @@ def match_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower()).replace("without", "wo")
+    return re.sub(r"[\W_]", "", text.lower()).replace("without", "wo") or text
 
 
 def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:

@@ -335,7 +335,9 @@ def draw(figure: Figure) -> "Canvas":
     free = len(figure.charts) < rows * columns
     handles: dict[str, Any] = {}
     for line in (line for chart in figure.charts for line in chart.lines if line.name):
-        handles[line.name] = Line2D([], [], linewidth=2, color=line.colour, linestyle="--" if line.dashed else "-")
+        handles[_literal(line.name)] = Line2D(
+            [], [], linewidth=2, color=line.colour, linestyle="--" if line.dashed else "-"
+        )
     if figure.ramp:
         handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
     below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2
@@ -356,8 +358,13 @@ def draw(figure: Figure) -> "Canvas":
     return canvas
 
 
+def _literal(name: str) -> str:
+    """A name that matplotlib does not read as a formula."""
+    return name.replace("$", r"\$")
+
+
 def _draw_chart(axes: Any, chart: Chart) -> None:
-    axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_title(_literal(chart.title), loc="left", fontsize=10, fontweight="bold")
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
     if chart.names:
         axes.set_yticks(range(len(chart.names)), chart.names)

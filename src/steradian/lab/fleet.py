@@ -146,6 +146,8 @@ class Fleet:
         wanted, done = list(dict.fromkeys(configs)), self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
         self._check(waiting)
+        if waiting:
+            self.store.prepare()
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
                 self._path("checkpoints", config).unlink(missing_ok=True)

@@ -352,6 +352,7 @@ def language_study(
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()
+        store.prepare()
         for config in [each for each in configs if each.key not in done]:
             like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
             expected = median(result.seconds for result in like) if like else 0.0

@@ -195,10 +195,12 @@ def build(name: str, *, released: bool = False, **kind: Any) -> nn.Module:
     'WeightNormConv2d'
     """
     model = NETWORKS[name](**kind | ({"project": True} if released and name == "ResNet20" else {}))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"network {name!r} must be a torch.nn.Module, got {type(model).__name__}")
     for layer in model.modules():
         if released and isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.reset_parameters()
-    return model
+    return model.train()  # some networks keep parts in evaluation mode there
 
 
 def network(config: Config, data: Resident) -> tuple[nn.Module, Groups]:
@@ -216,8 +218,13 @@ def _rows(model: str, plugin: str, **kind: Any) -> Groups:
     """The rows of a kind of network, found once."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = build(model, **kind)
-        return find_groups(made, torch.randn(8, kind["channels"], kind["size"], kind["size"]))
+        made, images = build(model, **kind), torch.randn(8, kind["channels"], kind["size"], kind["size"])
+        with torch.no_grad():
+            logits = made.eval()(images)
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if not isinstance(found, tuple) or found[:1] != (8,) or len(found) != 2 or found[1] < kind["classes"]:
+            raise ValueError(f"network {model!r} must return logits, of shape {(8, kind['classes'])} here, got {found}")
+        return find_groups(made.train(), images)
 
 
 def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:

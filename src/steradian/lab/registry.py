@@ -9,12 +9,14 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +39,8 @@ DATA: dict[str, Callable[[Path | None], Any]] = {}
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
-_loading = False  # a plugin
+_files: dict[tuple[str, str], Path] = {}  # the plugin that registered it, by kind and name
+_loading: Path | None = None  # a plugin
 _FOREIGN = (Path(ast.__file__).parent, Path(__file__).parents[1])  # Python's modules and ours
 
 
@@ -83,11 +86,13 @@ def load_plugin(path: Path) -> None:
     if not path.is_file() or path.suffix != ".py":
         there = "" if path.exists() else ", which does not exist"
         raise ValueError(f"plugin must be a Python file, got {str(path)!r}{there}")
-    _loading = True
+    _loading = path.resolve()
     try:
         run_file(path)
+    except SystemExit as error:  # of a script
+        raise ImportError(f"plugin {path} ends the process when it is imported: SystemExit {error}") from error
     finally:
-        _loading = False
+        _loading = None
         for each in [registered for registered, source in _sources.items() if not source]:
             _sources[each] = _hash_of(path, "", {})
 
@@ -96,7 +101,8 @@ def run_file(path: Path) -> ModuleType:
     """Import a file, as a module with a name that no other has; it can import what is in its folder."""
     if (folder := str(path.absolute().parent)) not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"file {path}", path)
+    name = f"file {path}".replace(".", " ")  # with a dot it would be in a package
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "every .py file has them"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # where classes look for their module
@@ -111,19 +117,73 @@ def plugin_of(config: "Config") -> str:
 
 
 def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
-    function = getattr(make, "func", make)  # of a partial
+    function = inspect.unwrap(getattr(make, "func", make))  # of a partial
+    function = function if isinstance(function, FunctionType | type) else type(function)
     known = _KNOWN[kind]
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
+    if _loading and (kind, name) in _sources and (other := _files.get((kind, name), _loading)) != _loading:
+        raise ValueError(f"the {kind} {name!r} of {_loading} has the name of one of {other}")
     known[name] = make
     if _loading:
+        _files[kind, name] = _loading
         _sources[kind, name] = ""  # until the plugin's imports have run
     elif not function.__module__.startswith("steradian.lab."):
-        # The file that the function is defined in, or its own text in a notebook.
-        file, text = Path(inspect.getsourcefile(function) or ""), inspect.getsource(function).encode()
-        package = getattr(sys.modules.get(function.__module__), "__package__", None) or ""
-        digest = _hash_of(file, package, {}) if file.is_file() else hashlib.sha256(text).hexdigest()[:12]
-        _sources[kind, name] = digest
+        file = _file_of(function)
+        _sources[kind, name] = _hash_of(file, _package_of(function), {}) if file else _hash_in_notebook(make)
+
+
+def _file_of(function: Any) -> Path | None:
+    """The file that a function or class is defined in; None in a notebook."""
+    with suppress(TypeError, OSError):  # a class of a notebook
+        path = Path(inspect.getsourcefile(function) or "")
+        return path if path.is_file() else None
+    return None
+
+
+def _package_of(function: Any) -> str:
+    return getattr(sys.modules.get(function.__module__), "__package__", None) or ""
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether a file is installed, Python's or ours, and not the user's."""
+    return bool({"site-packages", "dist-packages"} & {*file.parts}) or any(map(file.is_relative_to, _FOREIGN))
+
+
+def _hash_in_notebook(make: Any) -> str:
+    """The hash of a function of a notebook, and of all that it names there: classes, functions, numbers, modules."""
+    found: list[bytes] = []
+    waiting, met = [make], dict[int, Any]()
+    while waiting:
+        each = inspect.unwrap(waiting.pop())
+        if id(each) in met:
+            continue
+        met[id(each)] = each
+        file = _file_of(each)
+        if isinstance(each, partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, staticmethod | classmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, int | float | str):
+            found.append(repr(each).encode())
+        elif file is not None:  # a module, or what is imported from one
+            if not _is_foreign(file):
+                found.append(_hash_of(file, _package_of(each) if hasattr(each, "__module__") else "", {}).encode())
+        elif isinstance(each, type):
+            members = {name: value for name, value in vars(each).items() if callable(value) or name[:2] != "__"}
+            waiting += [*each.__bases__, *members.values()]
+        elif isinstance(each, FunctionType):
+            try:
+                text = inspect.getsource(each)
+            except OSError as error:
+                raise ValueError(f"{each.__qualname__} must be in a file or a notebook: it has no source") from error
+            found.append(text.encode())
+            names = sorted({*re.findall(r"\w+", text)} & each.__globals__.keys())
+            cells = [cell.cell_contents for cell in each.__closure__ or ()]
+            waiting += [*cells, *(each.__defaults__ or ()), *(each.__globals__[name] for name in names)]
+    return hashlib.sha256(b"\0".join(found)).hexdigest()[:12]
 
 
 def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
@@ -138,7 +198,7 @@ def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
                 for name in accumulate(parts, "{}.{}".format):
                     spec = importlib.util.find_spec(name)
                     at = Path((spec and spec.origin) or "")  # a namespace has none
-                    if {"site-packages", "dist-packages"} & {*at.parts} or any(map(at.is_relative_to, _FOREIGN)):
+                    if _is_foreign(at):
                         break
                     if spec and at.is_file() and at not in found:
                         _hash_of(at, spec.parent or "", found)

@@ -97,7 +97,8 @@ class Result:
         curves = {
             name: [math.nan if v is None else float(v) for v in curve] for name, curve in values["curves"].items()
         }
-        return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
+        more = {name: values[name] for name in ("diverged", "collapsed", "seconds", "environment") if name in values}
+        return cls(config, curves, **more)
 
 
 class Store:
@@ -127,8 +128,13 @@ class Store:
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8"))["runs"]
             return {row.get("key") or Config.from_dict(row["config"]).key: row for row in rows}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
+
+    def prepare(self) -> None:
+        """Make the folder; an OSError now, if it cannot be written, costs no training."""
+        with _locked(self.path):
+            pass
 
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""

@@ -243,7 +243,8 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
         column = Column(_grouped(found, lambda c: c.method))
         for method, runs in column.results.items():
             if len({result.config.setting for result in runs}) > 1:
-                raise ValueError(f"{column.name} holds {method} with several settings: they have no common mean")
+                what = f"{column.name} holds {method} with several settings or several versions of a plugin"
+                raise ValueError(f"{what}: they have no common mean; --study gives trainings a file of their own")
         made.append(column)
     return made
 

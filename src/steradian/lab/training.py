@@ -11,12 +11,13 @@ import inspect
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -124,7 +125,7 @@ class Training:
         self.steps = self.left = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._tested, self._half = False, config.precision == "bf16"
+        self._tested, self._half, self._random = False, config.precision == "bf16", torch.get_rng_state()
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
         with self.queue.here():
@@ -167,11 +168,16 @@ class Training:
                 # Steps without a fused form take a few kernels per parameter instead of forty.
                 optimizer.update = compiled(type(optimizer).update)  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
+                if "lr" not in group:
+                    raise TypeError(f"param groups of method {self.config.method!r} must have 'lr', got {list(group)}")
                 group["initial_lr"] = float(group["lr"])
                 if self.execution.captured:
                     group["lr"] = torch.tensor(float(group["lr"]), device=self.data.device)
                     known = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam)
                     group |= {name: True for name in ("capturable", *(["fused"] if known else [])) if name in group}
+        _set_mode(made, "train")
+        self._closures = [_needs_closure(optimizer) for optimizer in made]
+        self._settings = [[dict(group) for group in optimizer.param_groups] for optimizer in made]
         return made
 
     def _set_rates(self, factor: float) -> None:
@@ -185,14 +191,20 @@ class Training:
     # The work of a step and of an evaluation, as it is captured
 
     def _step(self) -> None:
+        loss, hits = self._differentiate()
+        for optimizer, closes in zip(self.optimizers, self._closures, strict=True):
+            again: list[Any] = [lambda: self._differentiate()[0]] if closes else []
+            optimizer.step(*again)
+        self._totals[0] += torch.stack([loss.detach(), hits.to(loss.dtype)])
+        self._at += 1
+
+    def _differentiate(self) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of a batch; returns its loss and its number of hits."""
         for parameter in self.model.parameters():
             parameter.grad = None
         loss, hits = self._loss(self.model, self.data, self._codes[self._at][0], self._half)
         loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self._totals[0] += torch.stack([loss.detach(), hits.to(loss.dtype)])
-        self._at += 1
+        return loss, hits
 
     @torch.no_grad()
     def _evaluate(self, length: int) -> None:
@@ -204,12 +216,22 @@ class Training:
     def begin_epoch(self) -> None:
         """Enqueue the start of the epoch, its rate and its plan."""
         plan = self.data.plan(self.config.seed, self.epoch, self.config.batch_size)
+        number = int(np.random.Philox(key=[self.config.seed, self.epoch]).random_raw())
+        self._random = torch.Generator().manual_seed(number).get_state()
         with self.queue.here():
             self._plan_host.copy_(torch.from_numpy(plan))
             self._codes.copy_(self._plan_host, non_blocking=True)
             self._set_rates(self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Work is added to the queue; on a CPU, dropout draws numbers that depend on the seed and the epoch alone."""
+        with self.queue.here(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            yield
+            self._random = torch.get_rng_state()
 
     def take(self, most: int) -> int:
         """Enqueue up to `most` steps of the epoch; returns how many are left."""
@@ -219,7 +241,7 @@ class Training:
         self.left -= count
         if count and "step" not in self._launch:
             count -= self._prepare()
-        with self.queue.here():
+        with self._working():
             for _ in range(count):
                 self._launch["step"]()
         self.queue.mark()
@@ -229,7 +251,7 @@ class Training:
         """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
         if self.left == self.steps:
             self.begin_epoch()
-        with self.queue.here():
+        with self._working():
             self._step()
         self.left -= 1
         self.queue.mark()
@@ -246,7 +268,8 @@ class Training:
         start, end = self.data.spans[part]
         length = _CHUNK if self.execution.captured else min(_CHUNK, end - start)
         self.model.eval()
-        with self.queue.here():
+        with self._working():
+            _set_mode(self.optimizers, "eval")
             self._chunk_end.fill_(end)
             if self.execution.captured and "evaluation" not in self._launch:
                 self._evaluate(length)
@@ -257,6 +280,7 @@ class Training:
                 self._launch.get("evaluation", partial(self._evaluate, length))()
             self._totals[PARTS.index(part)] = self._scored
             self._totals_host.copy_(self._totals, non_blocking=True)
+            _set_mode(self.optimizers, "train")
         self.model.train()
         self._tested = part == "test"
         self.queue.mark()
@@ -374,16 +398,32 @@ class Training:
     def _changing(self, device: str | None = None) -> dict[str, Any]:
         """Copies of what steps change, except counters."""
         states = [copied(optimizer.state_dict()["state"], device=device) for optimizer in self.optimizers]
-        return {"model": copied(self.model.state_dict(), device=device), "optimizers": states}
+        settings = [
+            [_changed(group, first) for group, first in zip(optimizer.param_groups, groups, strict=True)]
+            for optimizer, groups in zip(self.optimizers, self._settings, strict=True)
+        ]
+        changing = {"model": self.model.state_dict(), "settings": settings}
+        return {**copied(changing, device=device), "optimizers": states}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore it in place."""
         _fill(self.model, state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        settings = state.get("settings") or [[{} for _ in groups] for groups in self._settings]  # of older checkpoints
+        for optimizer, saved, *more in zip(self.optimizers, state["optimizers"], settings, self._settings, strict=True):
             groups = optimizer.state_dict()["param_groups"]  # without their settings
             optimizer.load_state_dict({"state": copied(saved), "param_groups": groups})
+            _keep_types(optimizer.state_dict()["state"], saved, str(self.data.device))
+            for group, changed, first in zip(optimizer.param_groups, *more, strict=True):
+                for name in _changed(group, first):
+                    del group[name]
+                group |= first | {"lr": group["lr"]}
+                for name, value in changed.items():
+                    if isinstance(group.get(name), Tensor):
+                        group[name].copy_(value)  # groups may share it
+                    else:
+                        group[name] = copied(value, device=str(self.data.device))
             for param, values in optimizer.state.items():
-                for name, value in values.items():
+                for name, value in values.items() if isinstance(param, Tensor) else ():
                     # Fused steps read parameter and state in one order.
                     if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
                         values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
@@ -415,12 +455,54 @@ def _refuse_waiting() -> None:
 
 
 def copied(state: Any, *, device: str | None = None) -> Any:
-    """A nested state that shares no memory with the original."""
+    """A nested state that shares no memory with the original, of kinds that a file can hold without code."""
     if isinstance(state, Mapping):
         return {key: copied(value, device=device) for key, value in state.items()}
-    if isinstance(state, list):
-        return list(state)
-    return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
+    if isinstance(state, list | tuple):
+        return (list if isinstance(state, list) else tuple)(copied(value, device=device) for value in state)
+    if isinstance(state, Tensor):
+        return state.detach().to(device or state.device, copy=True)
+    if isinstance(state, np.generic):
+        return state.item()
+    if not _is_plain(state):
+        kinds = "tensors, numbers, strings, and lists and dicts of them"
+        raise TypeError(f"what an optimizer keeps in its state must be {kinds}, got {type(state).__name__}")
+    return state
+
+
+def _set_mode(optimizers: Sequence[Optimizer], mode: str) -> None:
+    """Schedule-free optimizers, which have the methods `train` and `eval`, evaluate other weights than they train."""
+    for optimizer in optimizers:
+        getattr(optimizer, mode, lambda: None)()
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _changed(group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a param group that steps may have changed: some optimizers count their steps there."""
+    found = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, Tensor) or (_is_plain(value) and value is not first.get(name))
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, int | float | str)
+
+
+def _keep_types(loaded: dict[str, Any], saved: Mapping[str, Any], device: str) -> None:
+    """Undo the casts of `Optimizer.load_state_dict`, which gives every state the type of its parameter."""
+    for name in saved.keys() & loaded.keys():
+        value, cast = saved[name], loaded[name]
+        if isinstance(value, Mapping):
+            _keep_types(cast, value, device)
+        elif not isinstance(value, Tensor) or not isinstance(cast, Tensor) or cast.dtype != value.dtype:
+            loaded[name] = copied(value, device=device)
 
 
 @torch.no_grad()

@@ -54,6 +54,7 @@ class Images:
         if self.labels.shape != shape[:1] or self.labels.dtype.kind not in "ui":
             found = f"{self.labels.dtype} {self.labels.shape}"
             raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {found}")
+        vars(self)["labels"] = self.labels.astype(np.int64, copy=False)
 
     @property
     def size(self) -> int:
@@ -111,9 +112,13 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     found = DATA[name](folder) if name in DATA else _from_folder(name, folder)
     if isinstance(found, DataSet):
         return found
-    images, labels, test_images, test_labels = map(np.asarray, found)
-    classes = tuple(map(str, range(1 + int(max(labels.max(), test_labels.max())))))
-    return DataSet(name, Images(images, labels), Images(test_images, test_labels), classes)
+    arrays = list(map(np.asarray, found))
+    if len(arrays) != 4:
+        expected = "images, labels, test images and test labels"
+        raise ValueError(f"data {name!r} must be {expected}, got {len(arrays)} arrays")
+    train, test = Images(*arrays[:2]), Images(*arrays[2:])
+    classes = tuple(map(str, range(1 + int(max(part.labels.max(initial=0) for part in (train, test))))))
+    return DataSet(name, train, test, classes)
 
 
 def _from_folder(name: str, root: Path | None) -> DataSet:
