@@ -20,6 +20,13 @@ def _soft_experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return m.head(m.norm(gate[:, :1] * m.a(x) + gate[:, 1:] * m.b(x)))
 
 
+def _gated_experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = m.read(x)
+    gate, up = torch.einsum("nd,eod->neo", x, m.experts).chunk(2, -1)
+    y = torch.einsum("neo,edo->ned", functional.silu(gate) * up, m.down)
+    return m.head(x + m.norm(torch.einsum("ne,ned->nd", m.gate(x).softmax(-1), y)))
+
+
 CASES = [
     case(
         "linear_bn",
@@ -302,6 +309,20 @@ CASES = [
         ),
         vectors,
         rows={"experts": "tensor"},
+    ),
+    case(
+        "gated_experts_rms",  # matrices initialized as small as in language models
+        lambda: Custom(
+            _gated_experts,
+            read=nn.Linear(6, 32, bias=False),
+            gate=nn.Linear(32, 3),
+            experts=nn.Parameter(0.02 * torch.randn(3, 64, 32)),
+            down=nn.Parameter(0.02 * torch.randn(3, 32, 32)),
+            norm=nn.RMSNorm(32, eps=1e-6),
+            head=_head(32),
+        ),
+        vectors,
+        rows={"down": "tensor"},
     ),
     case("mlp_without_norm", lambda: net(fc1=nn.Linear(6, 7), relu=nn.ReLU(), fc2=nn.Linear(7, 3)), vectors),
     case(

@@ -342,6 +342,23 @@ class TestText:
         assert groups.layouts == {}
         assert "of 3 equal blocks of dimension 0 only 0,1 are invariant" in groups.explain("qkv.weight")
 
+    def test_partly_invariant_beside_a_nonlinearity(self):
+        class GatedAttention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.q_gate, self.kv = nn.Linear(8, 16, bias=False), nn.Linear(8, 16)
+                self.norm = nn.LayerNorm(4, elementwise_affine=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                q, gate = self.q_gate(x).unflatten(-1, (2, 8)).transpose(1, 2).chunk(2, -1)
+                k, v = self.kv(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+                return functional.scaled_dot_product_attention(self.norm(q), k, v) * gate.sigmoid()
+
+        torch.manual_seed(0)
+        groups = find_groups(GatedAttention(), torch.randn(3, 5, 8))
+        assert groups.layouts == {}
+        assert groups.partial == {"q_gate.weight": "of 4 equal blocks of dimension 0 only 0,2 are invariant"}
+
     def test_every_parameter_frozen(self):
         model = nn.Linear(3, 3).requires_grad_(False)
         groups = find_groups(model, torch.randn(2, 3))
@@ -567,7 +584,7 @@ class TestIdleParts:
 
     def test_mixtral_on_few_and_on_many_tokens(self):
         few, many = (find_groups(self.mixtral(), torch.randint(50, shape)) for shape in ((2, 16), (8, 64)))
-        assert len(few.facts) < len(many.facts)
+        assert [fact.names for fact in few.facts] == [fact.names for fact in many.facts]
         assert many.notes == []
         assert len(few.notes) == 1
         assert re.search(

@@ -80,7 +80,7 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> None:
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
     cut = finest(shape, trial) if active and math.prod(shape) > 1 else None
     if cut is None:
-        if is_matrix(shape) and not measured.nonlinear((name,)) and (found := partial_cut(shape, trial)):
+        if is_matrix(shape) and (found := partial_cut(shape, trial)):
             which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
             verdict.partial[name] = which
         return
