@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cases._case import Apply, Custom, case, net, parameter, randn, vectors, zero
+from cases._case import Apply, Custom, case, freeze, net, parameter, randn, vectors, zero
 
 
 def _head(features: int = 8) -> nn.Module:
@@ -18,13 +18,6 @@ def _normalize(dim: int = -1) -> Apply:
 def _soft_experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     gate = m.gate(x).softmax(-1)
     return m.head(m.norm(gate[:, :1] * m.a(x) + gate[:, 1:] * m.b(x)))
-
-
-def _gated_experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = m.read(x)
-    gate, up = torch.einsum("nd,eod->neo", x, m.experts).chunk(2, -1)
-    y = torch.einsum("neo,edo->ned", functional.silu(gate) * up, m.down)
-    return m.head(x + m.norm(torch.einsum("ne,ned->nd", m.gate(x).softmax(-1), y)))
 
 
 CASES = [
@@ -311,18 +304,20 @@ CASES = [
         rows={"experts": "tensor"},
     ),
     case(
-        "gated_experts_rms",  # matrices initialized as small as in language models
-        lambda: Custom(
-            _gated_experts,
-            read=nn.Linear(6, 32, bias=False),
-            gate=nn.Linear(32, 3),
-            experts=nn.Parameter(0.02 * torch.randn(3, 64, 32)),
-            down=nn.Parameter(0.02 * torch.randn(3, 32, 32)),
-            norm=nn.RMSNorm(32, eps=1e-6),
-            head=_head(32),
+        "low_rank_beside_frozen_rms",  # what two factors add to a small frozen matrix, as in LoRA
+        lambda: freeze(
+            Custom(
+                lambda m, x: m.head(m.norm(m.base(x) + 16 * m.b(m.a(x)))),
+                base=Custom(lambda m, x: 0.05 * m.fc(x), fc=nn.Linear(12, 16, bias=False)),
+                a=nn.Linear(12, 4, bias=False),
+                b=nn.Linear(4, 16, bias=False),
+                norm=nn.RMSNorm(16, eps=1e-6),
+                head=_head(16),
+            ),
+            "base.fc.weight",
         ),
-        vectors,
-        rows={"down": "tensor"},
+        randn(20, 12),
+        frozen="base.fc.weight",
     ),
     case("mlp_without_norm", lambda: net(fc1=nn.Linear(6, 7), relu=nn.ReLU(), fc2=nn.Linear(7, 3)), vectors),
     case(

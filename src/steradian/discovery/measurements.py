@@ -253,7 +253,7 @@ class Measurements:
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
         at_grown = evidence(readings, [precision.loose, precision.strict][2 - len(readings) :])
         constant = precision.flat if readings and self._growth_undone else precision.flat / 10
-        return Trial(precision, at_random, at_grown, constant, self.path(names).known)
+        return Trial(precision, at_random, at_grown, constant, self.path(names).known, self._multiplied(names))
 
     @cached_property
     def _growth_undone(self) -> bool:
@@ -290,6 +290,14 @@ class Measurements:
         if names not in self._paths:
             self._paths[names] = follow(self.graph_of(names), names)
         return self._paths[names]
+
+    def _multiplied(self, names: Names) -> bool:
+        """Whether other growing parameters multiply a set before its factor disappears."""
+        graph, ends = self.graph_of(names), self.path(names).ends
+        together = self.path(tuple(name for name in self.growing if name in graph.leaf_nodes)).power if ends else {}
+        return bool(ends) and all(
+            any(abs(together.get(i, 0.0)) > 1 for i in graph.nodes[end].inputs if i is not None) for end in ends
+        )
 
     def nonlinear(self, names: Names) -> bool:
         """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""
