@@ -592,6 +592,24 @@ class TestIdleParts:
         )
         assert few.notes[0] in str(few)
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_stacked_experts_of_small_weights(self, seed: int):
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate, self.norm, self.head = nn.Linear(32, 3), nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 2)
+                self.up = nn.Parameter(0.02 * torch.randn(3, 64, 32))
+                self.down = nn.Parameter(0.02 * torch.randn(3, 32, 32))
+
+            def forward(self, x: Tensor) -> Tensor:
+                gate, up = torch.einsum("nd,eod->neo", x, self.up).chunk(2, -1)
+                y = torch.einsum("neo,edo->ned", functional.silu(gate) * up, self.down)
+                y = torch.einsum("ne,ned->nd", self.gate(x).softmax(-1), y)
+                return self.head((x + self.norm(y)).tanh())
+
+        torch.manual_seed(seed)
+        assert find_groups(Experts(), torch.randn(20, 32)).layouts == {"down": "tensor"}
+
     @pytest.mark.parametrize(("samples", "idle"), [(3, True), (64, False)])
     def test_experts_that_are_modules(self, samples: int, idle: bool):
         class Experts(nn.Module):
