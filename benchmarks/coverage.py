@@ -7,7 +7,9 @@ results/coverage.json and docs/coverage.md. Widths and vocabularies are small, s
 more than those of the embeddings.
 """
 
+import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -253,7 +255,23 @@ def main() -> None:
         f"{row['because of'] or '–'} | {row['with facts']:.1f} % | {row['pairs']:,} | {row['in pairs']:.1f} % |"
         for row in table.rows
     ]
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n" + FOOT, encoding="utf-8")
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n" + FOOT + surveyed(), encoding="utf-8")
+
+
+def surveyed() -> str:
+    """The section on `transformers_survey.py`, from its results."""
+    survey = json.loads((harness.RESULTS / "transformers.json").read_text())
+    lines = []
+    for task in dict.fromkeys(record["task"] for record in survey["types"]):
+        of_task = [record for record in survey["types"] if record["task"] == task]
+        done = [record for record in of_task if "seconds" in record]
+        found = [record["invariant"] for record in done if record["rows"]]
+        lines.append(
+            f"| {task.lower().replace('_', ' ')} | {len(of_task)} | {len(done)} | {len(found)} | "
+            f"{statistics.median(found):.1f} % | {sum(record['pairs'] > 0 for record in done)} | "
+            f"{statistics.median(record['seconds'] for record in done):.1f} s |"
+        )
+    return SURVEYED.format(survey["transformers"]) + "\n".join(lines) + "\n"
 
 
 HEAD = """# Which architectures have invariant weights
@@ -284,6 +302,17 @@ What is missing from the table, by hand:
   condition that make a gate pair with the rows of the layer that it multiplies; these are exact but not listed. Shifts
   and scales ($1 + s$) have no pairs.
 - **Bloom, Falcon, Mamba and GPT-2** give the embedding to the head too, so that the last gain has no pair with it.
+"""
+
+SURVEYED = """
+## All types of transformers
+
+`python benchmarks/transformers_survey.py` runs `find_groups` on a small random model of every type that transformers
+{} has for five tasks (`results/transformers.json`). Types that no generic small config or batch suits are not
+inspected. The share is the median over types with invariant rows.
+
+| task | types | inspected | with invariant rows | share | with pairs | median time |
+|---|---:|---:|---:|---:|---:|---:|
 """
 
 

@@ -251,7 +251,8 @@ class Groups:
     facts: list[Group] = field(default_factory=list)  #: further sets that are invariant, each proved like the others
     #: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself
     pairs: list[Pair] = field(default_factory=list)
-    no_effect: list[str] = field(default_factory=list)  #: trainable ones, in the rest, that no output depends on
+    #: trainable ones, in the rest, of which no output has a derivative; such a one may still choose, as by topk
+    no_effect: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)  #: parameters without requires_grad; in no parameter group
     #: parameters some of whose equal blocks are invariant, with a description
     partial: dict[str, str] = field(default_factory=dict)
@@ -389,7 +390,7 @@ class Groups:
         elif name in self.frozen:
             lines.append("frozen: it does not require a gradient, so it was not tested")
         elif name in self.no_effect:
-            lines.append("no effect: no output depends on it")
+            lines.append("no effect: the outputs have no derivative with respect to it")
         else:
             why = "complex, and rows are real vectors" if param.is_complex() else "not radially invariant"
             lines.append(f"rest: {self.partial.get(name, why)}")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cases._case import Apply, Custom, case, net, parameter, randn, vectors, zero
+from cases._case import Apply, Custom, case, freeze, net, parameter, randn, vectors, zero
 
 
 def _head(features: int = 8) -> nn.Module:
@@ -302,6 +302,22 @@ CASES = [
         ),
         vectors,
         rows={"experts": "tensor"},
+    ),
+    case(
+        "low_rank_beside_frozen_rms",  # what two factors add to a small frozen matrix, as in LoRA
+        lambda: freeze(
+            Custom(
+                lambda m, x: m.head(m.norm(m.base(x) + 16 * m.b(m.a(x)))),
+                base=Custom(lambda m, x: 0.05 * m.fc(x), fc=nn.Linear(12, 16, bias=False)),
+                a=nn.Linear(12, 4, bias=False),
+                b=nn.Linear(4, 16, bias=False),
+                norm=nn.RMSNorm(16, eps=1e-6),
+                head=_head(16),
+            ),
+            "base.fc.weight",
+        ),
+        randn(20, 12),
+        frozen="base.fc.weight",
     ),
     case("mlp_without_norm", lambda: net(fc1=nn.Linear(6, 7), relu=nn.ReLU(), fc2=nn.Linear(7, 3)), vectors),
     case(

@@ -202,3 +202,29 @@ def test_tokens_beside_a_nonlinearity_do_not_meet_it(seed: int, attended: bool):
     groups = find_groups(ClassToken(attended=attended), torch.randn(6, 4, 6))
     together = {"embed.weight", "embed.bias"} | ({"token"} if attended else set())
     assert [(set(group.names), group.spec) for group in groups.groups] == [(together, "tensor")]
+
+
+class TestTransformers:
+    @staticmethod
+    def qwen3(**settings) -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+        torch.manual_seed(0)
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **settings))
+
+    @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # before transformers 6
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_gradient_checkpointing_changes_nothing(self, reentrant: bool):
+        tokens = torch.randint(50, (4, 12))
+        expected = find_groups(self.qwen3(), tokens)
+        model = self.qwen3()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        groups = find_groups(model.train(), tokens)
+        assert (groups.groups, groups.facts, groups.pairs) == (expected.groups, expected.facts, expected.pairs)
+        assert groups.notes == []
+        assert model.is_gradient_checkpointing
+
+    def test_a_missing_batch_names_the_data_collator(self):
+        with pytest.raises(RuntimeError, match=r"pass a batch of your data collator, with labels: .*\*\*batch"):
+            find_groups(self.qwen3())

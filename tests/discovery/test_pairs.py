@@ -123,6 +123,26 @@ def test_no_pair_of_another_labelled_model_is_refuted(case):
         _check_forward(model, args, kwargs, pairs, 0)
 
 
+def test_pairs_of_matrices_beside_gains_that_choose():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.key = nn.RMSNorm(8), nn.Linear(8, 1)
+            self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x)
+            chosen = torch.zeros_like(h).scatter(1, self.key(h).topk(4, dim=1).indices.expand(-1, -1, 8), 1)
+            return x + chosen * self.down(self.up(h).relu())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6)), nn.Linear(8, 3))
+    groups = find_groups(model, torch.randn(6, 8, 8))
+    found = {(pair.a, pair.b, pair.n) for pair in groups.pairs}
+    assert found == {((f"{i}.up.weight",), (f"{i}.down.weight",), 12) for i in range(6)}
+    assert {f"{i}.key.weight" for i in range(6)} <= set(groups.no_effect)
+
+
 def test_a_pair_is_plain_data_and_prints_full_names():
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     (pair,) = find_groups(model, torch.randn(6, 4)).pairs

@@ -202,3 +202,22 @@ def test_olmo2(epsilon: float):
         for layer, norm in norms.items()
     }
     assert {group.names[0]: group.reason for group in groups.groups} == expected
+
+
+@pytest.mark.parametrize("mixed", ["rotated", "transformed"])
+def test_the_reason_lies_behind_complex_numbers(mixed: str):
+    """Rotary positions as complex factors, as in Llama 4, and a Fourier transform, as in FNet."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        q = m.q(x)
+        if mixed == "rotated":
+            turn = torch.polar(torch.ones(5, 1, dtype=q.dtype), torch.arange(5, dtype=q.dtype)[:, None])
+            q = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (4, 2))) * turn).flatten(-2)
+        else:
+            q = torch.fft.fft2(q).real
+        return m.head(m.norm(q).tanh())
+
+    torch.manual_seed(0)
+    model = Custom(forward, q=nn.Linear(6, 8, bias=False), norm=nn.RMSNorm(8), head=nn.Linear(8, 3))
+    groups = find_groups(model, torch.randn(4, 5, 6))
+    assert [(group.names, group.reason) for group in groups.groups] == [(("q.weight",), "norm (RMSNorm)")]

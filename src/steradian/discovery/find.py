@@ -214,6 +214,8 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
     hint = "call the model on these inputs yourself to see where"
     if "more than 1 value per channel" in str(error):
         hint = "batch normalization needs more than one sample: pass a larger batch"
+    elif "inputs_embeds" in str(error):  # a model of transformers without its tokens, or its decoder without them
+        hint = "pass a batch of your data collator, with labels: find_groups(model, **batch)"
     elif "scalar types: Long, Int" in str(error):
         hint = "an embedding takes token ids: pass whole numbers (steradian inspect: --input 4x64:32000)"
     return RuntimeError(f"on these inputs the model raised {in_words(error)}; {hint}")

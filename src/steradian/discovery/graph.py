@@ -34,7 +34,7 @@ _KINDS = {
         transpose permute expand clone tocopy alias squeeze unsqueeze select slice split splitwithsizes unbind repeat
         roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im constantpadnd reflectionpad1d
         reflectionpad2d replicationpad1d replicationpad2d upsamplenearest1d upsamplenearest2d upsamplebilinear2d
-        upsamplebicubic2d""",
+        upsamplebicubic2d viewascomplex viewasreal fftr2c fftc2c fftc2r""",
     "sum": "add sub rsub",
     "concatenation": "cat stack copyslices",
     # Entries come from one input or another, or the inputs play different roles.
@@ -296,6 +296,7 @@ class Path:
     ends: list[int] = field(default_factory=list)  # nodes in which it disappears: normalizations, if it is invariant
     traced: bool = True  # whether it disappears wherever it goes
     alone: bool = True  # whether nothing without it is added to what has it
+    power: dict[int, float] = field(default_factory=dict)  # that each node has of it, NaN if unknown
 
     @property
     def removed(self) -> bool:
@@ -309,7 +310,7 @@ def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> P
     # part of a normalization: behind that, it explains an invariance, but does not refute one.
     given = dict.fromkeys(names, 1.0) | dict.fromkeys(against, -1.0)
     power, uncertain = {graph.leaf_nodes[n]: p for n, p in given.items() if n in graph.leaf_nodes}, set[int]()
-    path = Path(known=len(power) == len(given), traced=len(power) == len(given))
+    path = Path(known=len(power) == len(given), traced=len(power) == len(given), power=power)
     reached = {consumer for leaf in power for consumer in graph.nodes[leaf].consumers}
     number, last = min(reached, default=0) - 1, max(reached, default=-1)
     while (number := number + 1) <= last:

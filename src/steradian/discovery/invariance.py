@@ -114,6 +114,7 @@ class Trial:
     grown: Evidence  # two growths of one more point, the smaller first; may be empty
     constant: float  # largest defect that may stay as it is, where growth does not change it
     known_path: bool  # whether the graph shows that no nonlinearity lies in front of a normalization
+    multiplied: bool  # whether other growing parameters multiply these in front of it
 
     def measurable(self, cut: Cut) -> Tensor:
         """Blocks with an effect above rounding, in all probes."""
@@ -166,6 +167,12 @@ def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
     before, after = trial.grown.signed(cut)[[0, -1]]
     special, linear = _constant(cut, trial) | _faded(cut, trial), _linear(cut, trial)
     falling = falls(before.abs(), after.abs(), trial.precision.settled)
+    if trial.multiplied:
+        # Two factors that grow divide a branch added beside their product by the square too, and ε's defect by the
+        # fourth power.
+        squares = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** 2
+        by_square = (squares * after - before).abs() <= before.abs() / 16
+        falling &= ~by_square | (before.abs() <= trial.precision.resolution)
     good = special | (trial.grown.balanced(cut).all(0) & (falling | linear))
     if not explained or len(trial.grown) < 2 or not bool(good.any()):
         return good

@@ -80,7 +80,7 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> None:
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
     cut = finest(shape, trial) if active and math.prod(shape) > 1 else None
     if cut is None:
-        if is_matrix(shape) and not measured.nonlinear((name,)) and (found := partial_cut(shape, trial)):
+        if is_matrix(shape) and (found := partial_cut(shape, trial)):
             which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
             verdict.partial[name] = which
         return
@@ -168,21 +168,28 @@ def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
             factors += [_spread(power.exp2(), names, specs, prober.parameters) for power, names, specs in sides]
         return _moved(prober, measured.first, factors) <= prober.precision.same
 
-    # What may meet a clamp, which shows far out only, is scaled apart from the others.
-    clear = [pair for pair in pairs if follow(measured.graph, pair.a, pair.b).known]
-    others = [pair for pair in pairs if pair not in clear]
-    kept = _passing(clear, holds, prober) + _passing(others, holds, prober)
+    # What may meet a clamp, which shows far out only, is scaled apart from the others. A gain may have a further reader
+    # without a derivative, such as a choice of tokens: where a check fails, matrices are scaled without gains.
+    gains = [pair for pair in pairs if not any(is_matrix(measured.shapes[name]) for name in pair.a)]
+    order = [*gains, *(pair for pair in pairs if pair not in gains)]
+    clear = [pair for pair in order if follow(measured.graph, pair.a, pair.b).known]
+    kept = _passing(clear, holds, prober, cut=sum(pair in gains for pair in clear))
+    kept += _passing([pair for pair in order if pair not in clear], holds, prober)
     return [pair for pair in pairs if pair in kept]
 
 
-def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> list[T]:
-    """What holds; on a failure, halves are tried while the budget lasts."""
-    if not tested or (prober.left and holds(tested)):
-        return tested
-    if len(tested) == 1 or not prober.left:
-        return []
-    half = len(tested) // 2
-    return _passing(tested[:half], holds, prober) + _passing(tested[half:], holds, prober)
+def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober, *, cut: int = 0) -> list[T]:
+    """What holds; of what fails, cut there first, halves are tried while the budget lasts, the larger ones first."""
+    kept: list[T] = []
+    parts = [tested] if tested else []
+    while parts and prober.left:
+        part = parts.pop(0)
+        if holds(part):
+            kept += part
+        elif len(part) > 1:
+            middle = cut if part is tested and 0 < cut < len(part) else len(part) // 2
+            parts += [part[:middle], part[middle:]]
+    return [each for each in tested if each in kept]
 
 
 def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:

@@ -98,7 +98,8 @@ class Measurements:
         # A gain or a bias can only become a fact: it grows if that is next to certain.
         certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
         self.growing = dict.fromkeys([*certain, *self._in_sets], 1.0)
-        for name in [n for n in able if n not in self.growing and is_matrix(self.shapes[n])]:
+        # Some blocks may be invariant where others meet a nonlinearity, such as gates beside normalized queries.
+        for name in [n for n in names if n not in self.growing and is_matrix(self.shapes[n])]:
             if found := partial_cut(self.shapes[name], self.trial((name,), grown=False)):
                 blocks, which = found  # that are balanced: only these grow
                 share = torch.isin(set_numbers(blocks, self.shapes[name]), torch.tensor(which, device="cpu"))
@@ -193,8 +194,10 @@ class Measurements:
         """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
         # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
         # count if any reaches it.
-        readings = (self.own, *self.random)
-        exact = [r for r in readings if r.noise == self.own.noise and r.slope[name]] or readings
+        readings = [r for r in (self.own, *self.random) if r.slope[name]]
+        if not readings:  # a tower without its input has many, and they need not be compared with all others
+            return 0.0
+        exact = [r for r in readings if r.noise == self.own.noise] or readings
         # In a deep model effects may grow by a constant factor per layer: there is no common scale.
         order, beside = self.graph.order_of_use, self.prober.trainable
         if name in order:
@@ -250,7 +253,7 @@ class Measurements:
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
         at_grown = evidence(readings, [precision.loose, precision.strict][2 - len(readings) :])
         constant = precision.flat if readings and self._growth_undone else precision.flat / 10
-        return Trial(precision, at_random, at_grown, constant, self.path(names).known)
+        return Trial(precision, at_random, at_grown, constant, self.path(names).known, self._multiplied(names))
 
     @cached_property
     def _growth_undone(self) -> bool:
@@ -287,6 +290,14 @@ class Measurements:
         if names not in self._paths:
             self._paths[names] = follow(self.graph_of(names), names)
         return self._paths[names]
+
+    def _multiplied(self, names: Names) -> bool:
+        """Whether other growing parameters multiply a set before its factor disappears."""
+        graph, ends = self.graph_of(names), self.path(names).ends
+        together = self.path(tuple(name for name in self.growing if name in graph.leaf_nodes)).power if ends else {}
+        return bool(ends) and all(
+            any(abs(together.get(i, 0.0)) > 1 for i in graph.nodes[end].inputs if i is not None) for end in ends
+        )
 
     def nonlinear(self, names: Names) -> bool:
         """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""

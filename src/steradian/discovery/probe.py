@@ -41,6 +41,7 @@ class Point:
     """
 
     parameters: Mapping[str, Tensor]  # the model's own
+    blocks: Mapping[str, int]  # of dimension 0 of some, each a matrix or a filter bank of its own
     seed: int | None = None  # of the noise on trainable parameters; None leaves them as they are
     factors: tuple[Factors, ...] = ()  # what parameters are multiplied by afterwards, broadcasting against them
 
@@ -56,17 +57,20 @@ class Point:
             leaf = leaves[name]
             leaf.copy_(parameter)
             if noise is not None and parameter.requires_grad and leaf.numel():
-                _move(torch.view_as_real(leaf) if leaf.is_complex() else leaf, noise(leaf.device))
+                stacked = leaf.ndim == 3 and self.blocks.get(name) == len(leaf)
+                _move(torch.view_as_real(leaf) if leaf.is_complex() else leaf, noise(leaf.device), stacked=stacked)
             for factor in [factors[name] for factors in self.factors if name in factors]:
                 leaf.mul_(factor)
 
 
-def _move(tensor: Tensor, generator: torch.Generator) -> None:
+def _move(tensor: Tensor, generator: torch.Generator, *, stacked: bool) -> None:
     """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros."""
     # No value is read here: on a GPU that would wait for it, once per parameter and point.
     size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
     if is_matrix(tensor.shape):
-        least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
+        inputs = tensor.numel() / tensor.shape[0]
+        # Of stacked matrices, such as those of experts, either dimension may be that of the inputs.
+        least = 1 / math.sqrt(math.sqrt(inputs) if stacked else inputs)
         lift = (least / size).clamp(min=1, max=1e30) * (size > 0) / math.sqrt(2)
         spread = size.clamp(min=least) / math.sqrt(2)
         for part in _chunks(tensor):
@@ -231,12 +235,12 @@ class Prober:
         self.parameters = parameters_of(model)
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.own = Point(self.parameters)  # the model's own weights
+        self.blocks = _blocks(model)
+        self.own = Point(self.parameters, self.blocks)  # the model's own weights
         self.forwards = self.backwards = 0  # passes made so far
         self.noisy = True  # whether noise is added to the inputs, until the model fails
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
-        self.blocks = _blocks(model)
         self.pairs: dict[str, set[Key]] = {name: {(0, 1), (0, 2)} for name in self.blocks}  # to tabulate together
         self._noise_of_seed: dict[int, bool] = {}
         self._made: dict[torch.dtype | None, Leaves] = {}

@@ -59,6 +59,9 @@ def swapped(
             attributes.swap(module)
             own = {name: module.__dict__.get(name) for name in ("eps", "epsilon", "variance_epsilon")}
             module.__dict__.update({name: min(e, epsilon) for name, e in own.items() if isinstance(e, float)})
+            # What transformers and timm recompute in the backward pass would not be in float64, nor in the graph.
+            recomputing = {"gradient_checkpointing", "grad_checkpointing"} & module.__dict__.keys()
+            module.__dict__.update(dict.fromkeys(recomputing, False))
             if isinstance(module, nn.SyncBatchNorm):
                 # Its statistics over one process are those of plain batch normalization, which also runs on a CPU.
                 module.__dict__["forward"] = partial(_BatchNorm.forward, module)
