@@ -223,6 +223,9 @@ def test_the_figures_in_the_readme_are_those_of_the_results():
     page = (ROOT / "docs" / "coverage.md").read_text()
     timm = json.loads((ROOT / "results" / "timm.json").read_text())["architectures"]
     large = {each["architecture"]: each["share"] for each in timm if each.get("share") is not None}
+    types = json.loads((ROOT / "results" / "transformers.json").read_text())["types"]
+    inspected = {each["type"] for each in types if "invariant" in each}
+    assert f"{len(large):,} models of timm and {len(inspected)} types of transformers" in " ".join(text.split())
     names = {"ResNet50": "resnet50", "EfficientNet-B0": "efficientnet_b0", "ConvNeXt-T": "convnext_tiny"}
     names |= {"SwinV2-T": "swinv2_tiny_window8_256"}
     [_, table] = text.split("| architecture | invariant weights | because of |\n")
