@@ -102,6 +102,7 @@ def call(monkeypatch, tmp_path, known):
         if not Path("mine.py").exists():
             Path("mine.py").write_text(PLUGIN)
         monkeypatch.setattr(sys, "argv", ["steradian", *command.split()])
+        registry._files.clear()  # as in a new process
         with redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as done:
             main()
         assert done.value.code == 0
@@ -123,7 +124,7 @@ def test_compare_killed_and_continued_ends_in_the_same_table(call, tmp_path):
     assert re.search(r"(Signs|SGD-M) has the best mean, .*; worse: .*; not decided with these seeds: ", whole)
     page = (tmp_path / "whole" / "results" / "compare-tiny-stripes.html").read_text()
     assert "<td>Signs" in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
 
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "mine.py").write_text(PLUGIN)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _DEPTHS = ("layer_types", "num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 """Settings of transformers that grow with the number of layers."""
+_TARGET = "package.module:factory, file.py:factory, timm:NAME, or hf:PATH of a transformers config or folder."
+_INPUT = "Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input."
 
 
 @app.command()
@@ -44,15 +46,8 @@ def demo(
 
 @app.command()
 def inspect(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="package.module:factory, file.py:factory, timm:NAME, or hf:PATH of a transformers config or folder."
-        ),
-    ],
-    input: Annotated[
-        list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input.")
-    ],
+    target: Annotated[str, typer.Argument(help=_TARGET)],
+    input: Annotated[list[str], typer.Option(help=_INPUT)],
     explain: Annotated[str | None, typer.Option(help="Explain one parameter in detail.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of an hf: model, if fewer than it has.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the groups to this file, for Groups.load.")] = None,
@@ -63,8 +58,7 @@ def inspect(
     """
     from steradian.discovery import find_groups
 
-    model = load_model(target, layers=layers)
-    groups = find_groups(model, *map(example_input, input))
+    groups = find_groups(load_model(target, layers=layers), *map(example_input, input))
     if save is not None:
         groups.save(save)
     typer.echo(groups.explain(explain) if explain else str(groups))
@@ -100,10 +94,8 @@ def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
         try:
             made = made()
         except Exception as error:
-            raise RuntimeError(
-                f"target {target!r} must be a model, or make one when it is called without arguments; "
-                f"it raised {type(error).__name__}: {error}"
-            ) from error
+            must = "must be a model, or make one when it is called without arguments"
+            raise RuntimeError(f"target {target!r} {must}; it raised {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(made).__name__}")
     return made

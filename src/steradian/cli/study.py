@@ -29,6 +29,7 @@ Name = Annotated[str | None, typer.Option("--study", help="Name of the file in r
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
 _RECORDED = dict.fromkeys(("hypotheses", "phenomena"), ("points", "phenomena")) | {"trajectories": ("points", "tuning")}
 """Recipes whose trainings are recorded, with the options of the records."""
+_RECIPES = "tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid."
 _AGAIN = "run the same command again to continue"
 _TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
 
@@ -95,9 +96,7 @@ def compare(
 
 @app.command()
 def reproduce(
-    recipe: Annotated[
-        str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid.")
-    ],
+    recipe: Annotated[str, typer.Argument(help=_RECIPES)],
     data: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, svhn, or packed.")] = None,
     root: Root = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer than the paper's; milestones scale.")] = None,

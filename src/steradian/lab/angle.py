@@ -37,9 +37,6 @@ __all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_rows", "ang
 _REST_DECAY = 2.5e-4  # λ of parameters without rows where it is not the method's own
 
 
-# A given angle
-
-
 def _turned(x: Tensor, y: Tensor, theta: Tensor) -> Tensor:
     """`AtAngle` on the rows x of a layer, which another optimizer has moved to y; a row that did not turn stays."""
     r, moved = norm(x), y - x
@@ -108,9 +105,6 @@ class AtAngle(Optimizer):
         self.inner.load_state_dict({"state": state["inner"], "param_groups": state_dict["param_groups"]})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._at.copy_(state["at"])
-
-
-# Methods
 
 
 def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -191,9 +185,6 @@ for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
 register_method("Rotational SGD (REQ)", partial(_on_spheres, make=Rotational))
 register_method("Hyperball, Muon", partial(_on_spheres, make=Hyperball))
-
-
-# Trainings
 
 _DECAYS = tuple(1e-4 * 2**k for k in range(6))
 _ANGLES = tuple(float(f"{math.sqrt(2 * 0.1 * decay / 1.9):.3g}") for decay in _DECAYS)  # of SGD-M at the rate 0.1

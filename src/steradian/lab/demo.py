@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from steradian import optim
 from steradian.discovery import find_groups
 from steradian.groups import Groups
-from steradian.lab.data import Split, digits
+from steradian.lab.data import digits
 from steradian.lab.models import small_cnn
 from steradian.reporting.page import report
 from steradian.watching.watch import Watch
@@ -82,16 +82,11 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
                         step += 1
                         progress.advance(task)
                     schedule.step()
-                    accuracy = _accuracy(model, test_split)
+                    with torch.no_grad():
+                        right = model.eval()(test_split.images).argmax(1) == test_split.labels
+                    accuracy = right.float().mean().item()
+                    model.train()
                     watch.log({"test accuracy": accuracy})
             results.append(Result(name, groups, watch, accuracy, time.perf_counter() - started))
     report(folders, out / "index.html", title="A BN network on digits, seen on its spheres")
     return results
-
-
-@torch.no_grad()
-def _accuracy(model: nn.Module, split: Split) -> float:
-    model.eval()
-    right = (model(split.images).argmax(1) == split.labels).float().mean().item()
-    model.train()
-    return right

@@ -1,8 +1,7 @@
 """Documents whose tables and figures are made from stored results: marked regions are rewritten, the rest is kept.
 
 A region lies between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on its own line. KIND is one
-of `KINDS`, and the studies are names of files in the folder of results. For a study that has not been run the region
-gets the command that runs it.
+of `KINDS`, a STUDY a file in the folder of results. If it does not exist, the region gets the command that makes it.
 """
 
 import html
@@ -58,9 +57,6 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
     made = {document: written(document, results=results, figures=figures) for document in documents}
     for document, text in made.items():  # only now: an error above leaves all documents unchanged
         write_atomically(document, text.encode())
-
-
-# The content of a region
 
 
 class _Region:
@@ -203,7 +199,6 @@ KINDS: dict[str, Callable[[_Region], str]] = {
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }
-"""Kinds of regions."""
 
 
 def write_page(results: Sequence[Result], path: Path) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
 from steradian import geometry, optim
@@ -26,7 +25,7 @@ from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Tracks, environment
 from steradian.lab.study import Study, pick_device
-from steradian.lab.training import Training, copied
+from steradian.lab.training import Training, Weights, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
@@ -67,44 +66,32 @@ def statistics_table(
     return pd.concat(parts).reset_index()
 
 
-# Steps measured on the spheres: the experiments of App. C.1.2 and C.1.5, and of Section 4.1
-
-
 class Tracked(Training):
-    """A training that records some of its steps; `Fleet` runs it like any other.
+    """A training that records some of its steps (App. C.1.2 and C.1.5, Section 4.1); `Fleet` runs it like any other.
 
     Args:
-        config: and `data`, `how`: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         tracks: where the recorded steps go when it is finished; None: nowhere.
+        *training, **how: as for `Training`.
     """
 
     def __init__(
-        self,
-        config: Config,
-        data: Resident,
-        *,
-        points: int = 300,
-        phenomena: bool = False,
-        tracks: Tracks | None = None,
-        **how: Any,
+        self, *training: Any, points: int = 300, phenomena: bool = False, tracks: Tracks | None = None, **how: Any
     ) -> None:
-        super().__init__(config, data, **how)
+        super().__init__(*training, **how)
         self.quantities, self.tracks = RECORDED + (PHENOMENA if phenomena else ()), tracks
         self.memory = Memory(None, check=False) if phenomena else None
         self._optimizer = self.optimizers[0]  # which has all rows of the network
-        self._wanted = recorded_steps(config.epochs * self.steps, points)
+        self._wanted = recorded_steps(self.config.epochs * self.steps, points)
         self._recorded, self._values = list[int](), list[NDArray[np.float32]]()
         if phenomena:
             letters = set("".join(str(group.get("without", "")) for group in self._optimizer.param_groups))
             sums = isinstance(self._optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam)
             if letters & {"b", "c"} or not sums:
-                raise ValueError(
-                    "phenomena are measured where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and "
-                    f"Adam w/o (a); got {config.method}"
-                )
+                where = "where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and Adam w/o (a)"
+                raise ValueError(f"phenomena are measured {where}; got {self.config.method}")
             # A hook that runs before the optimizer's step is captured and replayed with it.
             self._optimizer.register_step_pre_hook(self._remember)
 
@@ -146,8 +133,6 @@ class Tracked(Training):
         ends = np.cumsum([group.n_rows for group in groups]).tolist()
         return [(group, slice(end - group.n_rows, end)) for group, end in zip(groups, ends, strict=True)]
 
-    # Recording
-
     def _record(self, number: int) -> int:
         with self.queue.here():
             before = {name: param.detach().clone() for name, param in self.groups.params.items()}
@@ -182,8 +167,6 @@ class Tracked(Training):
         settings = self._optimizer.param_groups[0]
         beta = settings["betas"][0] if "betas" in settings else settings["momentum"]
         self.memory.update(points, gradients, beta=float(beta))
-
-    # State
 
     def _changing(self, device: str | None = None) -> dict[str, Any]:
         memory = None if self.memory is None else copied(self.memory.state(), device=device)
@@ -221,10 +204,8 @@ def track_study(configs: Sequence[Config], study: Study, *, phenomena: Collectio
     table = tracks.table()
     measured = set(table[table["quantity"].isin(PHENOMENA)]["run"])
     if bare := sorted({config.key for config in configs if config.method in phenomena} & recorded - measured):
-        raise ValueError(
-            f"{tracks.path} contains {', '.join(bare)} without the phenomena: choose another name for the study that "
-            "measures them"
-        )
+        mend = "choose another name for the study that measures them"
+        raise ValueError(f"{tracks.path} contains {', '.join(bare)} without the phenomena: {mend}")
 
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
         return Tracked(config, *args, points=points, phenomena=config.method in phenomena, tracks=tracks, **more)
@@ -232,21 +213,12 @@ def track_study(configs: Sequence[Config], study: Study, *, phenomena: Collectio
     return study.run(configs, make=make)
 
 
-# Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
-
-
 def compare_trajectories(
-    configs: Sequence[Config],
-    data: Resident,
-    weights: dict[str, Tensor],
-    *,
-    points: int = 200,
-    progress: Progress | None = None,
+    configs: Sequence[Config], data: Resident, weights: Weights, *, points: int = 200, progress: Progress | None = None
 ) -> pd.DataFrame:
-    """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
+    """Section 3.3: cosines of every filter under each scheme with that under the first one, over the same batches.
 
-    The schemes differ only by method, rate and momentum, and start from the same weights. They are compared after about
-    `points` steps; see `recorded_steps`.
+    The schemes differ by method, rate and momentum, start from `weights`, and are compared at about `points` steps.
 
     Returns:
         The "cosine" and "angle" by number of steps; the run is the key of the reference. Statistics over the filters of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,16 +23,12 @@ from steradian.lab.results import Result
 from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
-
 __all__ = ["FIGURES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
 
 About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
 
-# After Okabe and Ito, whose colours can be distinguished with any colour vision; the first are those of the paper's
-# methods, in the order of the registry.
+# After Okabe and Ito, for any colour vision; the first are those of the paper's methods, in the registry's order.
 _COLOURS = ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195"]
 _COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
 _MEAN = "#0055a4"
@@ -93,9 +89,6 @@ class Figure:
         return not any(chart.lines for chart in self.charts)
 
 
-# Curves by epoch
-
-
 def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic: bool = False) -> Figure:
     """Means over seeds for each column, the last quarter of the epochs and, of accuracies, the first third."""
     unique = {result.config.key: result for result in results}.values()
@@ -142,9 +135,6 @@ FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {
     "means": _means,
 }
 """Figures of results, by their names on the command line."""
-
-
-# Quantities recorded within trainings
 
 
 def _hypotheses(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
@@ -297,9 +287,6 @@ def _series(rows: pd.DataFrame, steps: int = 1) -> tuple[list[float], list[float
     return (rows["step"] / steps).tolist(), rows["value"].tolist()
 
 
-# Drawing
-
-
 def write_figure(figure: Figure, path: Path) -> None:
     """Write a figure that is not empty to an .svg, or to an .html that contains it."""
     if path.suffix not in (".svg", ".html"):
@@ -322,7 +309,7 @@ def to_svg(figure: Figure) -> str:
     return re.sub(r"(\.\d\d)\d+", r"\1", buffer.getvalue().decode())  # hundredths of a point are enough
 
 
-def draw(figure: Figure) -> "Canvas":
+def draw(figure: Figure) -> Any:
     """Charts two by two with one legend: in the free place if their number is odd, else below them."""
     from matplotlib.figure import Figure as Canvas
     from matplotlib.legend_handler import HandlerTuple
@@ -335,17 +322,13 @@ def draw(figure: Figure) -> "Canvas":
     free = len(figure.charts) < rows * columns
     handles: dict[str, Any] = {}
     for line in (line for chart in figure.charts for line in chart.lines if line.name):
-        handles[_literal(line.name)] = Line2D(
-            [], [], linewidth=2, color=line.colour, linestyle="--" if line.dashed else "-"
-        )
+        look: dict[str, Any] = {"linewidth": 2, "color": line.colour, "linestyle": "--" if line.dashed else "-"}
+        handles[_literal(line.name)] = Line2D([], [], **look)
     if figure.ramp:
         handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
     below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2
-    canvas = Canvas(
-        figsize=(_WIDTH * (_ACROSS if named else columns), _HEIGHT * rows + below),
-        layout="constrained",
-        facecolor="white",
-    )
+    size = _WIDTH * (_ACROSS if named else columns), _HEIGHT * rows + below
+    canvas = Canvas(figsize=size, layout="constrained", facecolor="white")
     grid = canvas.subplots(rows, columns, squeeze=False).flatten()
     for axes, chart in zip(grid, figure.charts, strict=False):
         _draw_chart(axes, chart)

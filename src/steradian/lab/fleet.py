@@ -51,8 +51,7 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 class Progress:
     """Epoch, loss, accuracy and time left of the trainings in flight.
 
-    A terminal gets bars, anything else a line for each finished training, and one about the others every half a minute.
-    Without a console nothing is shown.
+    A terminal shows bars. Other output has a line for each finished training, and one every half a minute about others.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,7 +106,6 @@ class Progress:
         self._note(_STOPPING)
 
     def _note(self, text: str, more: str = "") -> None:
-        """Show it above the trainings."""
         self._bars.update(self._all, description=text, total=self._total, completed=self._done)
         self._print(text + more)
 
@@ -201,8 +199,6 @@ class Fleet:
                 file.close()  # another process has finished it meanwhile
         return None
 
-    # A training in flight
-
     def _advance(self, flight: "_Flight") -> bool:
         """Give a training more work, or read the figures of its epoch; returns whether there was anything to do."""
         training = flight.training
@@ -271,8 +267,6 @@ class Fleet:
             _write(self._path("checkpoints", training.config), state)
         flight.saved = self.clock()
 
-    # Files
-
     def _check(self, configs: Sequence[Config]) -> None:
         for config in configs:
             for what, known in (("model", NETWORKS), ("method", METHODS), ("schedule", SCHEDULES)):
@@ -281,9 +275,8 @@ class Fleet:
             if config.plugin != (expected := plugin_of(config)):
                 raise ValueError(f"plugin must be {expected!r}, the hash of its source, got {config.plugin!r}")
             if config.batch_size > (count := self.data[config.data].counts["train"]):
-                raise ValueError(
-                    f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"
-                )
+                most = f"the {count} training images of {config.data}"
+                raise ValueError(f"batch_size must be at most {most}, got {config.batch_size}")
 
     def _path(self, kind: str, config: Config) -> Path:
         return self.work / kind / f"{config.key}.pt"
@@ -291,8 +284,6 @@ class Fleet:
 
 @dataclass
 class _Flight:
-    """A training in flight."""
-
     training: Training
     began: float  # its epoch
     saved: float  # its last checkpoint

@@ -49,9 +49,6 @@ _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
 
 
-# The text: bytes of Python files, packed into two files
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Bytes to train on and to validate on, uint8."""
@@ -76,9 +73,8 @@ class Corpus:
 def build_corpus(out: Path, source: Path | None = None) -> None:
     """Write the Python files of an environment as one text.
 
-    All `*.py` of a folder, by default of the installed packages, of 501 to 199,999 bytes, one of each content, in the
-    order of the SHA-1 of their relative path, joined by a zero byte. The first 1 % of the files are for validation; of
-    the others the first 64 MB are for training.
+    All different `*.py` of 501 to 199,999 bytes in a folder, by default that of the installed packages, in the order of
+    the SHA-1 of their paths, joined by a zero byte: 1 % of the files for validation, then 64 MB for training.
     """
     source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
@@ -97,9 +93,6 @@ def build_corpus(out: Path, source: Path | None = None) -> None:
     (out / "meta.json").write_text(json.dumps(about, indent=1))
 
 
-# The network
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The sizes of a language model; those of the study by default, 29 million parameters."""
@@ -110,16 +103,6 @@ class Shape:
     hidden: int = 1664  #: width of the gated layer
     length: int = 512  #: bytes that it sees
     post_norms: bool = False  #: normalize what a layer adds to the residual stream, too, as Gemma 3 does
-
-    @property
-    def name(self) -> str:
-        """The sizes as the name of a network."""
-        return "bytes " + "x".join(str(size) for name, size in asdict(self).items() if name != "post_norms")
-
-    @property
-    def norm(self) -> str:
-        """Where it normalizes, as `Config.norm`."""
-        return "post-norms" if self.post_norms else "pre-norms"
 
     @property
     def spread(self) -> float:
@@ -188,9 +171,6 @@ class LanguageModel(nn.Module):
         return self.readout(self.norm(x))
 
 
-# The methods: what steps the matrices of the blocks; AdamW steps embedding, readout and gains in all of them
-
-
 def _optimizers(config: Config, groups: Groups, shape: Shape) -> list[Optimizer]:
     """The optimizers of a method.
 
@@ -230,10 +210,7 @@ METHODS = {
     "Angular on all rows": ("all rows", ""),
     "Hyperball on all tensors": ("all tensors", ""),
 }
-"""By name: which matrices are on spheres, and what steps the others."""
-
-
-# A training
+"""By name: which matrices of the blocks are on spheres, and what steps the others. AdamW steps all other parameters."""
 
 _CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
 
@@ -309,9 +286,6 @@ class _Trainer:
         return torch.stack(figures).mean(dim=0).tolist()
 
 
-# The study
-
-
 def bits(result: Result) -> float:
     """Bits per byte of the validation text at the end; NaN if it diverged."""
     return math.nan if result.diverged else result.curves["validation_loss"][-1] / math.log(2)
@@ -334,20 +308,14 @@ def language_study(
     1, 2, …; the first training of each winner is watched, and its run goes to `Study.work`. No training is started that
     would not end before the deadline; returns whether everything is finished.
 
-    Args:
-        shape: the network.
-        root: folder of the corpus.
-        study: where the files go.
-        methods: names in `METHODS`; None: all.
-        rates: the points of the tuning.
-        seeds: trainings of each winner.
-        say: is told what is finished.
-        **settings: fields of `Config`: epochs, batch_size, precision, …
+    `root` is the folder of the corpus, `say` gets a line for each finished training, and `settings` are other fields of
+    `Config`: epochs, batch_size, precision, …
     """
     corpus, grid = Corpus.read(root), study.tuning.store
-    common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
-    common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
-    common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
+    *sizes, post_norms = asdict(shape).values()
+    common: dict[str, Any] = {"model": f"bytes {'x'.join(map(str, sizes))}", "data": corpus.name, "schedule": "cosine"}
+    common |= {"norm": "post-norms" if post_norms else "pre-norms", "epochs": 8, "milestones": (), "batch_size": 64}
+    common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3} | settings
     trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:

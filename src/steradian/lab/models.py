@@ -1,7 +1,6 @@
 """The paper's networks in their CIFAR forms, with any of its normalizations, and a small one for the demo.
 
-Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or the
-whole of it (LN) is invariant.
+A normalization follows every convolution: filters (BN, IN, WN), blocks of them (GN) or all together (LN) are invariant.
 """
 
 import math

@@ -17,9 +17,7 @@ COLUMNS = tuple((str(network), str(data)) for network, data in _PAPER["columns"]
 EPOCHS: int = _PAPER["epochs"]
 """Of every training in the tables."""
 NORM_NAMES: dict[str, str] = _PAPER["norms"]
-"""Names of the normalizations of our networks."""
 DATA_NAMES: dict[str, str] = _PAPER["data"]
-"""Names of the data sets."""
 
 
 class Accuracy(NamedTuple):

@@ -1,8 +1,7 @@
 """Trainings as lists of configurations: those behind each table and figure of the paper, and comparisons of one's own.
 
 The paper's can be scaled down: with fewer epochs milestones scale, and seeds, columns and methods can be chosen. On
-digits the same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and
-digits: "adamw" is AdamW†.
+digits the networks are narrow, for a CPU. Methods and columns are found by letters and digits: "adamw" is AdamW†.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,8 @@ _INVERTED = {"AdamG† as released": "AdamG†"}  # trained if named, with the s
 _NETWORKS = ("ResNet20", "ResNet18", "VGG16")
 Names = Sequence[str] | None
 """Some of the known names; None: all."""
+Values = Mapping[str, Sequence[float]] | None
+"""Several values of a setting, by method."""
 
 
 def columns_of(data: str | None = None, columns: Names = None) -> list[tuple[str, str]]:
@@ -116,8 +117,7 @@ def grid(
 ) -> list[Config]:
     """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column.
 
-    By default the paper's four rates, eight λ and, for all methods but SGD-M, three β2; the rest as for
-    `accuracy_tables`.
+    By default the paper's four rates, eight λ and, but for SGD-M, three β2; the rest as for `accuracy_tables`.
     """
     taken, made = match_names("methods", methods, TABLE_METHODS), []
     for seed, column, method in product(range(seeds), columns_of(data, columns), taken):
@@ -138,10 +138,6 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "trajectories": pretraining,  # of the networks that `trajectories` start from
     "grid": grid,
 }
-"""Recipes by name."""
-
-
-# Comparisons of one's own
 
 
 def comparison(
@@ -186,20 +182,11 @@ def comparison(
     return made
 
 
-def tuning(
-    configs: Iterable[Config],
-    *,
-    points: int = 6,
-    rates: Mapping[str, Sequence[float]] | None = None,
-    decays: Mapping[str, Sequence[float]] | None = None,
-) -> list[Config]:
+def tuning(configs: Iterable[Config], *, points: int = 6, rates: Values = None, decays: Values = None) -> list[Config]:
     """The grid of each training: every method gets the same number of points.
 
-    Args:
-        configs: one training of each method, with the rate in the middle of its grid.
-        points: rates to try, a factor √10 apart.
-        rates: by method, the rates to try instead.
-        decays: by method, the λ to try with each rate; others keep theirs.
+    `configs` has one training of each method, whose rate is in the middle of `points` rates, a factor √10 apart.
+    `rates` and `decays` are, by method, the rates to try instead, and the λ to try with each rate.
     """
     made: dict[str, list[Config]] = {}
     for config in configs:

@@ -142,7 +142,8 @@ def _file_of(function: Any) -> Path | None:
 
 
 def _package_of(function: Any) -> str:
-    return getattr(sys.modules.get(function.__module__), "__package__", None) or ""
+    """The package whose module defines a function or class; "" for a module itself."""
+    return getattr(sys.modules.get(getattr(function, "__module__", "")), "__package__", None) or ""
 
 
 def _is_foreign(file: Path) -> bool:
@@ -162,15 +163,13 @@ def _hash_in_notebook(make: Any) -> str:
         file = _file_of(each)
         if isinstance(each, partial):
             waiting += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, staticmethod | classmethod):
-            waiting.append(each.__func__)
         elif isinstance(each, list | tuple):
             waiting += each
         elif isinstance(each, int | float | str):
             found.append(repr(each).encode())
         elif file is not None:  # a module, or what is imported from one
             if not _is_foreign(file):
-                found.append(_hash_of(file, _package_of(each) if hasattr(each, "__module__") else "", {}).encode())
+                found.append(_hash_of(file, _package_of(each), {}).encode())
         elif isinstance(each, type):
             members = {name: value for name, value in vars(each).items() if callable(value) or name[:2] != "__"}
             waiting += [*each.__bases__, *members.values()]
@@ -205,9 +204,6 @@ def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
                     if not (spec and spec.submodule_search_locations):
                         break
     return hashlib.sha256(b"".join(found.values())).hexdigest()[:12]
-
-
-# Schedules
 
 
 def _warm(factor: Callable[[float], float]) -> Callable[["Config", int], float]:

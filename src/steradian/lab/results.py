@@ -218,9 +218,6 @@ class Tracks:
             write_atomically(self.path, buffer.getvalue())
 
 
-# Several processes
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file while it is read, changed and written; other processes that do so wait."""

@@ -1,7 +1,6 @@
 """Optimizers of other authors that keep weights on spheres, written from their formulas.
 
-N(·) is division by the norm. Both keep the norm that a row, or a tensor, starts with, and give SGD with momentum to
-parameters without rows.
+N(·) is division by the norm. Both keep the norm that a row or tensor starts with; the rest gets SGD with momentum.
 """
 
 from typing import Any

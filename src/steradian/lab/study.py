@@ -112,10 +112,8 @@ class Study:
         for key, result in known.items():
             name, made = result.config.data, result.environment.get("data")
             if name in data and made is not None and made != data[name].fingerprint:
-                raise ValueError(
-                    f"{self.results} holds {key}, trained on other data called {name}: give this data another name "
-                    "with --data"
-                )
+                mend = "give this data another name with --data"
+                raise ValueError(f"{self.results} holds {key}, trained on other data called {name}: {mend}")
         if other:
             self.store.add(other)
         size, compiled = self.size or (40 if gpu else 1), gpu if self.compiled is None else self.compiled

@@ -300,9 +300,6 @@ def _percent(accuracy: float) -> str:
     return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"
 
 
-# The best point of a grid search, chosen only by validation accuracy, beside the paper's
-
-
 @dataclass(frozen=True)
 class Best:
     """What a grid search found for one method in one column."""
@@ -406,9 +403,6 @@ def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
     return f"{lr:g}, {decay:g}" + (f", {beta2:g}" if method.startswith("Ad") else "")
 
 
-# Methods compared with one of them, by 95 % intervals, with Holm's correction within a family of comparisons
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """Holm's adjusted p: below 5 % where a family of comparisons may reject, with an error of 5 % in all.
 
@@ -417,9 +411,7 @@ def holm(p: Sequence[float]) -> list[float]:
     """
     order = np.argsort(p)
     adjusted = np.maximum.accumulate([(len(p) - place) * p[k] for place, k in enumerate(order)])
-    found = np.empty(len(p))
-    found[order] = np.minimum(adjusted, 1)
-    return [float(each) for each in found]
+    return np.minimum(adjusted, 1)[np.argsort(order)].tolist()
 
 
 def compare(
@@ -432,9 +424,8 @@ def compare(
 ) -> dict[str, list[str]]:
     """By name: mean ± half its 95 % interval, number of values, difference to the baseline, its interval, p, verdict.
 
-    The samples are values such as accuracies over seeds; all but the baseline are one family, in which p is corrected
-    by Holm's method. Values are better if "larger" or "smaller"; a difference is called none only if its interval lies
-    within ± `margin`.
+    The samples are values such as accuracies over seeds; p is corrected by Holm's method over all but the baseline.
+    `better` is "larger" or "smaller"; a difference is called none only if its interval lies within ± `margin`.
     """
     cells = {name: Cell.of(values) for name, values in samples.items()}
     base = cells.get(baseline, Cell.of(()))

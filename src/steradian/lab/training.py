@@ -36,6 +36,7 @@ __all__ = ["Execution", "Training"]
 Weights = Mapping[str, Tensor]
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
+_PLAIN = int | float | str | None  # kinds of values that a checkpoint holds as they are
 _ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer may differ from plain ones
 
 
@@ -176,7 +177,8 @@ class Training:
                     known = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam)
                     group |= {name: True for name in ("capturable", *(["fused"] if known else [])) if name in group}
         _set_mode(made, "train")
-        self._closures = [_needs_closure(optimizer) for optimizer in made]
+        closures = [inspect.signature(optimizer.step).parameters.get("closure") for optimizer in made]
+        self._closures = [closure is not None and closure.default is closure.empty for closure in closures]
         self._settings = [[dict(group) for group in optimizer.param_groups] for optimizer in made]
         return made
 
@@ -376,7 +378,8 @@ class Training:
             step: Callable[[], None] = self._step
             try:
                 if gpu and kind == "plain":  # what waits for the device cannot be captured
-                    _refuse_waiting()
+                    with warnings.catch_warnings(action="ignore"):  # torch warns that it misses some
+                        torch.cuda.set_sync_debug_mode("error")
                 for number in range(steps):
                     if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
@@ -447,13 +450,6 @@ class Training:
         self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
 
 
-def _refuse_waiting() -> None:
-    """Make operations that wait for the GPU raise an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not know of all of them
-        torch.cuda.set_sync_debug_mode("error")
-
-
 def copied(state: Any, *, device: str | None = None) -> Any:
     """A nested state that shares no memory with the original, of kinds that a file can hold without code."""
     if isinstance(state, Mapping):
@@ -464,7 +460,7 @@ def copied(state: Any, *, device: str | None = None) -> Any:
         return state.detach().to(device or state.device, copy=True)
     if isinstance(state, np.generic):
         return state.item()
-    if not _is_plain(state):
+    if not isinstance(state, _PLAIN):
         kinds = "tensors, numbers, strings, and lists and dicts of them"
         raise TypeError(f"what an optimizer keeps in its state must be {kinds}, got {type(state).__name__}")
     return state
@@ -476,23 +472,14 @@ def _set_mode(optimizers: Sequence[Optimizer], mode: str) -> None:
         getattr(optimizer, mode, lambda: None)()
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
 def _changed(group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a param group that steps may have changed: some optimizers count their steps there."""
-    found = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
     return {
         name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor) or (_is_plain(value) and value is not first.get(name))
+        for name, value in group.items()
+        if isinstance(value, Tensor) or (isinstance(value, _PLAIN) and value is not first.get(name))
+        if name not in ("params", "lr", "initial_lr")
     }
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, int | float | str)
 
 
 def _keep_types(loaded: dict[str, Any], saved: Mapping[str, Any], device: str) -> None:

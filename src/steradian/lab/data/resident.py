@@ -1,7 +1,4 @@
-"""A whole data set on the device: batches are cropped, flipped and normalized there by one gather.
-
-Batch k of epoch e of seed s is a pure function of (s, e, k).
-"""
+"""A whole data set on the device: batches are cropped, flipped and normalized there by one gather."""
 
 import numpy as np
 import torch
@@ -29,10 +26,8 @@ class Resident:
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
         train, test = data.train, data.test
         if len(train) < 2 or not len(test):
-            raise ValueError(
-                f"{data.name} must have 2 training images, one of them for validation, and a test image, "
-                f"got {len(train)} and {len(test)}"
-            )
+            needed = "2 training images, one of them for validation, and a test image"
+            raise ValueError(f"{data.name} must have {needed}, got {len(train)} and {len(test)}")
         order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
         count = min(max(1, round(validation * len(order))), len(order) - 1)
         held, kept = np.sort(order[:count]), np.sort(order[count:])
@@ -65,7 +60,7 @@ class Resident:
     def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:
         """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
 
-        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out.
+        They depend on seed and epoch alone, the keys of Philox. Images that do not fill a batch are left out.
         """
         random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         steps = self.counts["train"] // batch

@@ -99,8 +99,7 @@ class DataSet:
 def load(name: str, root: Path | str | None = None) -> DataSet:
     """A registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or packed data of any name, as arrays.
 
-    `root` is a folder with the packed form or with the original archives. None: data/NAME; digits come with
-    scikit-learn if there is no such folder.
+    `root` is a folder with packed data or the original archives; None: data/NAME. Without it digits are scikit-learn's.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -143,9 +142,6 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
 
 for _name in _SHAPES:
     register_data(_name, partial(_from_folder, _name))
-
-
-# The packed form
 
 
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
@@ -203,14 +199,10 @@ def _read_packed(root: Path) -> DataSet:
                 tiles = mosaic.reshape(mosaic.shape[0] // tile, tile, columns, tile, 3).swapaxes(1, 2)
                 parts.append(tiles.reshape(-1, tile, tile, 3)[: rows * columns, ..., : meta.get("channels", 3)])
             pixels = np.ascontiguousarray(np.concatenate(parts)[: split["count"]])
-            labels = np.load(checked(split["labels"]), allow_pickle=False)
-            splits.append(Images(pixels, labels.astype(np.int64)))
+            splits.append(Images(pixels, np.load(checked(split["labels"]), allow_pickle=False)))
         return DataSet(str(meta["name"]), splits[0], splits[1], tuple(map(str, meta["classes"])))
     except KeyError as error:
         raise ValueError(f"{root / 'meta.json'} does not describe packed data: it has no {error}") from error
-
-
-# The authors' archives
 
 
 def _read_archive(name: str, root: Path) -> DataSet:
@@ -240,8 +232,7 @@ def _cifar(name: str, path: Path) -> DataSet:
     splits = []
     for batches in ([files[part] for part in parts], [files[test]]):
         pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        labels = np.concatenate([np.asarray(batch[label], dtype=np.int64) for batch in batches])
-        splits.append(Images(np.ascontiguousarray(pixels), labels))
+        splits.append(Images(np.ascontiguousarray(pixels), np.concatenate([batch[label] for batch in batches])))
     return DataSet(name, splits[0], splits[1], tuple(word.decode() for word in files[meta][classes]))
 
 
@@ -253,9 +244,6 @@ def _svhn(root: Path) -> DataSet:
         pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
         splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
     return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
-
-
-# Digits: as a data set, and as normalized tensors for the demo and examples
 
 
 def _digits() -> DataSet:

@@ -35,7 +35,6 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
-        """Convolve."""
         grid = _FORWARD[stride][len(weight)].grid(len(x), x.shape[2] // stride, x.shape[3] // stride)
         y, parts = _forward(x, weight, stride, math.prod(grid) if sums else 0)
         ctx.save_for_backward(x, weight, y if sums else None)
@@ -72,7 +71,6 @@ class _Tile(NamedTuple):
     stages: int = 1
 
     def grid(self, images: int, height: int, width: int) -> tuple[int, ...]:
-        """Number of programs."""
         return (-(-images * height * width // (self.block * self.tiles)),)
 
 

@@ -1,7 +1,6 @@
 """Narrow residual networks with BN run by fewer, joint kernels: our own convolutions, and passes that a compiler joins.
 
-The same network with the same parameters and buffers, up to rounding: in half precision activations are rounded where
-they are stored, and fewer of them are.
+Parameters and buffers are the same. In half precision fewer activations are stored, so that fewer are rounded.
 """
 
 from typing import Any

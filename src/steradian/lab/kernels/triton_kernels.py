@@ -175,8 +175,7 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """The gradient to the weight over this program's pixels, of DOWN rows and ACROSS columns of taps.
 
-    A pixel is a row of x and a column of y. Rows of taps move dy, columns of taps move x, so that three loads of each
-    make all nine products.
+    A pixel is a row of x and a column of y. Rows of taps move dy, columns x: three loads of each for nine products.
     """
     part = tl.program_id(0)
     of_rows, of_columns = tl.arange(0, DOWN * CO), tl.arange(0, ACROSS * KI)
