@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -60,8 +60,7 @@ def compressed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
 
-@dataclass(frozen=True)
-class Extreme:
+class Extreme(NamedTuple):
     """The largest value of a quantity in a whole run, its step and group, and at how many steps it was not finite."""
 
     value: float
@@ -134,12 +133,11 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
 
 
 def _load(path: str | Path, runs: int) -> PageRun:
-    """One of so many runs."""
+    """Read one run, and reduce it to its share of a page with this many `runs`."""
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
     table = run.table
-    extremes = {name: _extreme(table, name) for name in HYPOTHESES}
     steps = np.asarray(pd.unique(table["step"][table["group"] != ""]))
     is_time = (table["group"] == "") & (table["quantity"] == SECONDS)
     last = table[(table["step"] == steps.max(initial=0)) & (table["group"] != "") & ~np.isfinite(table["value"])]
@@ -149,7 +147,7 @@ def _load(path: str | Path, runs: int) -> PageRun:
         times=_times(table[is_time], steps),
         observed=(len(steps), int(max(table["step"].max(), run.about.get("last_step") or 0) - table["step"].min()) + 1),
         labels=labels(run),
-        extremes={name: of for name, of in extremes.items() if of is not None},
+        extremes={name: worst for name in HYPOTHESES if (worst := _extreme(table, name))},
         not_finite={str(name) for name in last["quantity"][last["statistic"].isin(["median", "mean"])]},
         verdict=verdict(run),
     )

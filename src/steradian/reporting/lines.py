@@ -54,7 +54,7 @@ def schedule(steps: Integers, rate: Floats) -> list[Drop]:
         alone = np.isfinite(size) & (size > np.log(SHARP))
         for change in (np.diff(rate), np.log(factor)):
             slope = np.abs(change) / np.diff(steps)
-            # Without a neighbour, nobody knows.
+            # The first and the last change have one neighbour only, and are never called jumps.
             beside = np.pad(np.nan_to_num(slope, nan=0.0, posinf=np.inf), 1, constant_values=np.inf)
             alone &= slope > ALONE * np.maximum(beside[:-2], beside[2:])
     found = np.flatnonzero(alone)

@@ -59,7 +59,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
 
     def do_GET(self) -> None:
-        """The page, or the state of the runs."""
         answers = {"/": ("text/html", self.server.page), "/state": ("text/plain", self.server.state)}
         if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")}:
             self.send_error(403)

@@ -23,9 +23,6 @@ MOST_SPHERES = 40
 MOST_FITTED = 300  # points from which the principal directions are computed
 
 
-# Histograms
-
-
 @dataclass(frozen=True, eq=False)
 class Histogram:
     """The distribution of one quantity over the rows of one group, in all runs, with common bins."""
@@ -82,9 +79,6 @@ def _edges(values: Floats, bins: int) -> tuple[Floats, bool]:
         return np.geomspace(low, high, bins + 1), True
     room = 0.0 if high > low else abs(high) / 100 or 1.0
     return np.linspace(low - room, high + room, bins + 1), False
-
-
-# Trajectories
 
 
 @dataclass(frozen=True, eq=False)

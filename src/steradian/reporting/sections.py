@@ -20,9 +20,6 @@ __all__ += ["notes", "number", "shown_sections"]
 Entries = dict[str, dict[str, str]]  # kind → name → value of what a card may show
 
 
-# Before any figure
-
-
 def cards(runs: Sequence[PageRun]) -> tuple[list[Entries], dict[str, str]]:
     """What the card of each run shows, of several runs what differs between them; and what is the same in all."""
     entries = [_entries(run) for run in runs]
@@ -128,9 +125,6 @@ def settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if not off and key not in ("params", "rows", "joint", "names", "param_names"):  # the table of groups has these
             result[key] = " / ".join(dict.fromkeys(map(number, values)))
     return result
-
-
-# Sections and figures
 
 
 @dataclass(frozen=True)

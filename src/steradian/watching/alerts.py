@@ -53,7 +53,7 @@ class Alerts:
 
 
 def _hypotheses(block: Block) -> Iterator[Alert]:
-    """H1, H2, and a radius."""
+    """Rows in which H1 or H2 does not hold, and collapsed rows."""
     for kind, quantity, statistic, bound in (
         ("H1", "radial", "max", 1.0),
         ("H2", "velocity", "max", np.pi),

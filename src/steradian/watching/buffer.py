@@ -150,9 +150,10 @@ class Buffer:
     def count_skip(self) -> None:
         """Count a step that a gradient scaler may have skipped, on the device."""
         found = getattr(self.optimizer, "found_inf", None)
-        if found is not None:
-            self.may_skip = True
-            self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
+        self.may_skip |= found is not None
+        if self.may_skip:
+            self._skip = self.skipped * 0 if found is None else (found.reshape(()) != 0).to(self.skipped)
+            self.skipped += self._skip
 
     def observe(self, slot: int) -> None:
         """Write the numbers and settings of the step that was just taken to a slot."""
@@ -166,9 +167,7 @@ class Buffer:
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
         self._settings[slot] = self._setting
         if self.may_skip:
-            found = getattr(self.optimizer, "found_inf", None)
-            verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
-            self.skips[slot] = torch.stack([verdict, self.skipped])
+            self.skips[slot] = torch.stack([self._skip, self.skipped])
 
     @torch.no_grad()
     def _read_settings(self, slot: int) -> None:

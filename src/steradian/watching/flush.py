@@ -72,7 +72,6 @@ class _Copy:
                 self._leaves[k] = self._leaves[k].shape
 
     def ready(self) -> bool:
-        """Whether everything has arrived."""
         return all(done is None or done.query() for _, _, done in self._copies)
 
     def content(self) -> Any:
@@ -91,7 +90,7 @@ class Flush:
     """Collects observed steps in the buffers, one for each source, and makes blocks of them.
 
     Rows of the groups in `record_rows` are recorded at every observation, some rows of all groups at every
-    `rows_every`-th one (0: never). `sharded` rows are gathered on rank 0.
+    `rows_every`-th one (0: never). Sharded rows are gathered on rank 0.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class Flush:
         *,
         record_rows: frozenset[str],
         rows_every: int,
-        sharded: bool,
         paths: Paths,
         imbalance: Imbalance | None,
     ) -> None:
-        self.run, self.buffers, self.sharded = run, buffers, sharded
+        self.run, self.buffers = run, buffers
+        self.sharded = any(group.sharded for buffer in buffers for group in buffer.watched)
         self.paths, self.imbalance = paths, imbalance
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
@@ -321,8 +320,7 @@ class Output:
         self.history.add(block)
         known = set(map(cause_of, self.alerts.raised))
         alerts = self.alerts.check(block)
-        new = [alert for alert in alerts if cause_of(alert) not in known]
-        for cause in causes(new) if new else ():
+        for cause in causes(alert for alert in alerts if cause_of(alert) not in known):
             logger.warning("%s: %s", block.run, cause.text)
         for alert in alerts:
             self._each(methodcaller("alert", alert))

@@ -28,14 +28,13 @@ class Paths:
         self._kept: list[tuple[int, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []  # memory for the next copies
         self._views, self._addresses = list[Tensor](), list[int]()
+        by_name = {group.name: group for group in watched}
         if chosen is None:
             # Only on rank 0, which cannot make the other ranks gather rows.
             usual = [group for group in watched if group.n_rows and group.size <= _LONGEST and not group.gathered]
             usual = [group for group in usual if group.label == INVARIANT] or [g for g in usual if g.n_rows > 1]
             places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
-            self.chosen = [(usual[k], 0) for k in sorted(places)]
-            return
-        by_name = {group.name: group for group in watched}
+            chosen = {usual[k].name: [0] for k in sorted(places)}
         if rank:
             chosen = {name: rows for name, rows in chosen.items() if by_name[name].gathered}
         for name, rows in chosen.items():

@@ -1,17 +1,9 @@
 """What is recorded: the one table, the blocks that it is made of, and the folder of files that holds a run.
 
-A run is a folder:
-
-| file | contents |
-|---|---|
-| run.json | name, configuration, optimizer, groups, environment |
-| part-00000.parquet, … | the table: run, step, group, quantity, statistic, value |
-| rows-00000.parquet, … | single rows: run, step, group, quantity, row, value |
-| path-00000.parquet, … | directions of chosen rows: run, step, group, row, direction |
-| alerts.jsonl | one alert per line: step, group, kind, text |
-
-Files appear under their names only when they are complete. A training that is resumed from step s records the steps
-from s on again: of two parts with the same step the later one counts, and alerts from s on are removed.
+A run is a folder with run.json, numbered parts of three tables (part-00000.parquet, rows-00000.parquet and
+path-00000.parquet, …) and alerts.jsonl, an alert per line; `RecordedRun` says what they hold. Files appear under their
+names only when they are complete. A training that is resumed from step s records the steps from s on again: of two
+parts with the same step the later one counts, and alerts from s on are removed.
 """
 
 import contextlib
@@ -35,13 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "labels", "read_run"]
 
-COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
-"""Columns of the table."""
+COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")  #: of the table
 ROW_COLUMNS = ("run", "step", "group", "quantity", "row", "value")
 PATH_COLUMNS = ("run", "step", "group", "row", "direction")
 ALERT_COLUMNS = ("step", "group", "kind", "text")
-STATISTICS = ("min", "q10", "median", "q90", "max", "mean")
-"""Over the rows of a group."""
+STATISTICS = ("min", "q10", "median", "q90", "max", "mean")  #: over the rows of a group
 
 
 class Quantity(NamedTuple):
@@ -64,9 +54,6 @@ IMBALANCE = "imbalance"
 ONE_NUMBER = frozenset({"lr"})  # quantities that are the same in all rows of a group
 SECONDS = "seconds"
 """Time since the start of the training at each observed step, without the time between a stop and a resumption."""
-
-
-# Blocks
 
 Columns = dict[str, Any]  # of a table: arrays, or categories for words
 
@@ -176,9 +163,6 @@ def _words(codes: Any, names: Sequence[str]) -> Any:
     return pd.Categorical.from_codes(np.asarray(codes, dtype=np.int32), pd.Index(names))
 
 
-# Alerts
-
-
 class Cause(NamedTuple):
     """Alerts of one cause: their kind, first step and groups; what it is, without these; one line with all of it."""
 
@@ -234,8 +218,6 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
-
-# What the groups are
 
 _REFUTED = 0.01  # |cos(x, ∇L)| of rows that are not invariant: chance gives less in more than 10,000 numbers
 _ENOUGH = 5  # observed steps that a gradient must have refuted invariance in
@@ -297,9 +279,6 @@ def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
     return "\n".join([title, *text])
 
 
-# The folder of a run
-
-
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
     """A run as read from its folder.
@@ -345,14 +324,10 @@ def read_run(path: str | Path) -> RecordedRun:
     about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
     empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
     about = {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
-    return RecordedRun(
-        name=about["run"],
-        about=about,
-        table=read_parts(folder, "part", COLUMNS),
-        rows=read_parts(folder, "rows", ROW_COLUMNS),
-        paths=read_parts(folder, "path", PATH_COLUMNS),
-        alerts=pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS)),
-    )
+    kinds = (("part", COLUMNS), ("rows", ROW_COLUMNS), ("path", PATH_COLUMNS))
+    table, rows, paths = (read_parts(folder, kind, columns) for kind, columns in kinds)
+    alerts = pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
+    return RecordedRun(about["run"], about, table, rows, paths, alerts)
 
 
 def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:

@@ -243,9 +243,6 @@ def _of_model(model: Model) -> dict[int, str]:
     return {id(param): name for part in parts for name, param in parameters_of(part).items()}
 
 
-# Order and settings
-
-
 def place(watched: Iterable[WatchedGroup], *, key: Callable[[WatchedGroup], Any]) -> list[WatchedGroup]:
     """The groups in the order in which a source writes their rows, each with its `start` set."""
     ordered, start = sorted(watched, key=key), 0

@@ -264,7 +264,6 @@ class Memory:
                 self._blocks[k] = replace(kept, **half)
 
     def table(self) -> "pd.DataFrame":
-        """Everything that was written so far."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -278,9 +277,7 @@ class Memory:
 class Calls(Sink):
     """Calls `log(dict, step)` for every observed step: `wandb_run.log`, `mlflow.log_metrics`, or a function of yours.
 
-    Args:
-        log: called with {"radius/conv1.weight/median": 1.0, …} and the step.
-        statistics: which statistics to log.
+    `log` gets {"radius/conv1.weight/median": 1.0, …} and the step; `statistics` are those to log.
     """
 
     def __init__(
@@ -313,9 +310,7 @@ class WandB(Calls):
     W&B counts every log as one step and drops what comes with a smaller number, so log your own numbers
     without `step=` (with `define_metric` they have an axis too, as Lightning and transformers do it).
 
-    Args:
-        run: what `wandb.init()` returned.
-        statistics: which statistics to log.
+    `run` is what `wandb.init()` returned; `statistics` are those to log.
     """
 
     def __init__(self, run: Any, *, statistics: Sequence[str] = ("median",)) -> None:
@@ -336,21 +331,16 @@ class WandB(Calls):
 
 
 class MLflow(Calls):
-    """MLflow: metrics of one run.
-
-    Args:
-        run_id: the run; None for the active one.
-        statistics: which statistics to log.
-    """
+    """MLflow: metrics of the run with this id, or of the active one (None); `statistics` are those to log."""
 
     def __init__(self, run_id: str | None = None, *, statistics: Sequence[str] = ("median",)) -> None:
         super().__init__(self._log, statistics=statistics)
         self.run_id = run_id
-        self._metrics: list[Any] = []
 
     def open(self, about: Mapping[str, Any]) -> None:
         import mlflow
 
+        self._client = mlflow.MlflowClient()
         if self.run_id is None:
             active = mlflow.active_run()
             if active is None:
@@ -364,25 +354,19 @@ class MLflow(Calls):
         self._metrics += [Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
 
     def write(self, block: Block) -> None:
-        import mlflow
-
-        self._metrics = []
+        self._metrics: list[Any] = []
         super().write(block)
-        mlflow.MlflowClient().log_batch(self.run_id, self._metrics)
+        self._client.log_batch(self.run_id, self._metrics)
 
     def alert(self, alert: Alert) -> None:
-        import mlflow
-
         assert self.run_id is not None
-        mlflow.MlflowClient().set_tag(self.run_id, f"steradian.{alert.kind}.{alert.step}", str(alert))
+        self._client.set_tag(self.run_id, f"steradian.{alert.kind}.{alert.step}", str(alert))
 
 
 class TensorBoard(Calls):
     """TensorBoard: scalars for every observed step, histograms of rows that are recorded.
 
-    Args:
-        writer: a `SummaryWriter`, or a folder for one.
-        statistics: which statistics to log.
+    `writer` is a `SummaryWriter`, or a folder for one; `statistics` are those to log.
     """
 
     def __init__(self, writer: Any, *, statistics: Sequence[str] = ("median",)) -> None:

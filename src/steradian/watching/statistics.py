@@ -98,8 +98,6 @@ def _sort(values: Tensor, length: int, lines: Tensor) -> Tensor:
     return torch.where(means.isnan(), means, torch.cat([quantiles, means], dim=-1))
 
 
-# Pairs
-
 _Term = tuple[int, Tensor, list[int], Tensor]
 """A side of a pair, a parameter of it, dimensions that lie within a set, and the sets along the others."""
 

@@ -85,8 +85,7 @@ def judge(
         return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
     if run.count < _FEWEST_LATE:
         return [*_not_finite(run), *run.say("few", late=run.count, steps=len(run.steps))]
-    kinds = [_not_finite, _frozen, _rounded, _dead, _collapsed, _pace]
-    kinds += [_rate, _equilibrium, _of_alerts, _balance, _share]
+    kinds = _not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
@@ -98,9 +97,6 @@ def judge(
         kind = "refuted" if refuted else "refuted_by_gradient" if by_gradient else "untested"
         found = [*found[: _MOST - 1], *run.say(kind)]
     return found[:_MOST]
-
-
-# The numbers
 
 
 @dataclass(eq=False)
@@ -183,19 +179,19 @@ class _Run:
         self.turned = np.array([bool(settings.get("direction") or (settings and fixed)) for settings in of_rows])
         refuted = {alert.group for alert in alerts if "not invariant" in alert.text}  # by the gradient
         self.invariant = np.array([labels[n] == "invariant" and n not in refuted for n in self.groups], dtype=bool)
-        # Matrices and filters.
         self.layers = np.isin(self.groups, list(records.layers(about)))
         later = 2 * self.steps >= self.steps[0] + self.steps[-1]
         self.count = min(max(_FEWEST_STEPS, len(self.steps) // 10), int(later.sum()))
         self.end = slice(-self.count, None)  # the last observed steps, which a verdict is about
         self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
+        rates = self.get("lr", "mean")
+        self.rates = np.where(np.isfinite(rates), rates, -1.0)  # −1 where no rate is known
         radius, gradient = self.get("radius", "max"), self.get("gradient_norm", "max")
         self.not_finite = np.isinf(radius) | np.isinf(gradient)
-        # The gradient is exactly 0.
         measured, pulls = ~np.isnan(gradient[self.end]), gradient[self.end] > 0
-        self.dead = self.layers & measured.any(axis=0) & ~pulls.any(axis=0)
+        self.dead = self.layers & measured.any(axis=0) & ~pulls.any(axis=0)  # a gradient of exactly 0
         # It does not turn, although it has a gradient, and it turned before or others turn.
-        speed = _ratio(self.get("angle"), self.get("lr", "mean"))
+        speed = _ratio(self.get("angle"), rates)
         turned = np.where(np.isfinite(speed), speed, 0).max(axis=0) > 100 * _ratio(self.angle, self.rate)
         # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
         pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
@@ -293,7 +289,7 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
 
 
 def _frozen(run: _Run) -> Iterator[Sentence]:
-    """All weights, or some layers, no longer turn."""
+    """All weights, or some layers, no longer turn, or in half precision their steps are smaller than the rounding."""
     angles, rated = run.get("angle"), run.rate != 0
     frozen, turning = run.still & rated & ~run.rounded, (run.angle >= 0) & ~run.dead & rated
     if len(run.steps) >= _FEWEST_STEPS and frozen.any() and frozen.sum() >= 0.9 * turning.sum():
@@ -306,10 +302,6 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
         why = np.where(rated, "updates are smaller than the rounding of the weights", "rate is 0")
         given = {"median": run.median_angle, "since": ~(angles > _STILL), "why": why}
         yield from run.say("frozen", run.still & run.layers & ~run.rounded, among=run.layers, **given)
-
-
-def _rounded(run: _Run) -> Iterator[Sentence]:
-    """Groups in half precision whose steps are smaller than the rounding of their weights."""
     dtype = next((entry["dtype"] for entry, out in zip(run.entries, run.rounded, strict=True) if out), "")
     yield from run.say("rounded", run.rounded, among=run.layers | True, dtype=dtype)
 
@@ -358,7 +350,9 @@ def _pace(run: _Run) -> Iterator[Sentence]:
             for g in out[np.argsort(-factor[out])][:3]:
                 rates = run.rate[g] / rate if rate > 0 else 1.0
                 own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
-                since = run.since(~(_smooth(courses[g]) <= _APART))
+                padded = np.pad(courses[g], _FEWEST_STEPS // 2, mode="edge")
+                smooth = _median(np.lib.stride_tricks.sliding_window_view(padded, _FEWEST_STEPS).T)
+                since = run.since(~(smooth <= _APART))
                 parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
             parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
             given = {"apart": _APART, "median": usual, "each": ", ".join(parts)}
@@ -367,18 +361,10 @@ def _pace(run: _Run) -> Iterator[Sentence]:
             yield from run.say(key, factor > _APART, factor, among, **given)
 
 
-def _smooth(values: Numbers) -> Numbers:
-    """The median over each step and its neighbours."""
-    padded = np.pad(values, _FEWEST_STEPS // 2, mode="edge")
-    return _median(np.lib.stride_tricks.sliding_window_view(padded, _FEWEST_STEPS).T)
-
-
 def _rate(run: _Run) -> Iterator[Sentence]:
     """The rate fell, but the angle rose."""
-    rates = run.get("lr", "mean")
-    finite = np.where(np.isfinite(rates), rates, -1.0)
-    high = finite >= 0.9 * finite.max(axis=0)
-    peak, before = (_median(np.where(high, values, np.nan)) for values in (rates, run.get("angle")))
+    high = run.rates >= 0.9 * run.rates.max(axis=0)
+    peak, before = (_median(np.where(high, values, np.nan)) for values in (run.rates, run.get("angle")))
     chosen = run.layers & run.moving & (before > 0)
     fell, rose = _ratio(peak, run.rate), _ratio(run.angle, before)
     out = chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE)
@@ -394,8 +380,7 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     pull = np.nan_to_num(run.pull, posinf=0.0)
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
-    rates = run.get("lr", "mean")
-    falls = _ratio(np.nanmax(np.where(np.isfinite(rates), rates, -1.0), axis=0), run.rate) > _FELL
+    falls = _ratio(run.rates.max(axis=0), run.rate) > _FELL
     late = "weight decay has not had the time to lead there"
     why = np.where(falls, "radii follow a falling rate slowly", late)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
@@ -476,9 +461,6 @@ def _healthy(run: _Run) -> Iterator[Sentence]:
     late = last - seen > 0.1 * (last - run.steps[0])
     step = f"{seen:,}" + (f", the last observed one of {last + 1:,} steps" if late else "")
     yield from run.say("healthy" if given else "still", among=among, step=step, took=took, **given)
-
-
-# Words
 
 
 def _shown(value: Any) -> str:

@@ -85,11 +85,6 @@ class Watch:
     What means something only on invariant rows (equilibria, hypotheses, phenomena) is recorded on those alone that
     `find_groups` proved or that a param group declares.
 
-    Our optimizers report their steps themselves. A step of torch's Adam, AdamW and SGD with momentum is known from the
-    state that it leaves; other optimizers, and half-precision weights, are observed from the weights before and after.
-    Numbers are reduced to statistics over the rows of each group on their device, and copied to the host some steps at
-    a time, without waiting.
-
     Accumulating gradients is not a step; a step that a gradient scaler skips is not recorded; a step inside a replayed
     CUDA graph calls no hooks, so wrap the replay in `around()`. With several optimizers a new step begins when one of
     them steps a second time. Under DDP rank 0 records. Under FSDP2 every rank observes its rows and rank 0 records all:
@@ -174,7 +169,6 @@ class Watch:
             self.buffers,
             record_rows=frozenset(given.record_rows),
             rows_every=int(given.rows_every),
-            sharded=self.sharded,
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
             imbalance=imbalance,
         )
@@ -213,8 +207,7 @@ class Watch:
             self._step = max(self._step, counted_steps(self.optimizers) or 0)
         for buffer in self.buffers:
             buffer.source.open()
-        self._failed = False
-        self._stepped, self._begun = set(), set()
+        self._failed, self._stepped, self._begun = False, set(), set()
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
             before = torch.compiler.disable(partial(self._guarded, self._before))
@@ -383,9 +376,8 @@ class Watch:
             return
         self.running, self._stopped = False, True
         if not _steps_in_progress():  # a step iterates over its hooks; ours do nothing any more
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            while self._hooks:
+                self._hooks.pop().remove()
         if self._stepped and self._step is not None:  # some of the optimizers have taken the last step
             self._step, self._stepped = self._step + 1, set()
         if not self._idle:
@@ -528,6 +520,7 @@ class Watch:
         rest = set(self._param_names.values()) - {name for group in self.watched for name in group.group.names}
         devices = dict.fromkeys(group.device for group in self.watched)
         models = [torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices]
+        device = ", ".join(dict.fromkeys(models))
 
         def plain(value: Any) -> Any:
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -550,11 +543,7 @@ class Watch:
             "rest": sorted(rest),
             "cost": self._cost_so_far(),
             "last_step": self._last_step,
-            "environment": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "device": ", ".join(dict.fromkeys(models)),
-            },
+            "environment": {"torch": torch.__version__, "python": platform.python_version(), "device": device},
         }
 
     @property
@@ -567,9 +556,6 @@ class Watch:
         nbytes = sum(buffer.nbytes() for buffer in self.buffers)
         numbers = {"share": share, "seconds": seconds, "observed": self._cost.observed, "bytes": nbytes}
         return {name: None if math.isnan(number) else number for name, number in numbers.items()}
-
-
-# Arguments
 
 
 def inner_optimizers(given: Any) -> list[Optimizer]:
@@ -649,9 +635,6 @@ def _one_number(name: str, value: Any) -> float | Tensor:
     return float(array.item())
 
 
-# The optimizer and the process
-
-
 def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
     """How many steps the optimizers have counted in their states; None if they do not count."""
     # Some third-party optimizers also keep plain numbers in the state, beside the states of parameters.
@@ -666,8 +649,7 @@ def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
     frame: FrameType | None = sys._getframe()
     found = 0
     while frame is not None:
-        if frame.f_code is _STEP and (optimizer is None or frame.f_locals.get("self") is optimizer):
-            found += 1
+        found += frame.f_code is _STEP and (optimizer is None or frame.f_locals.get("self") is optimizer)
         frame = frame.f_back
     return found
 

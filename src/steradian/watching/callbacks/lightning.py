@@ -20,20 +20,17 @@ __all__ = ["WatchCallback"]
 
 
 class WatchCallback(Watching, Callback):
-    """Watches all optimizers of the trainer from the start of a fit to its end, also if an exception ends it.
+    """`Trainer(callbacks=[WatchCallback(to="runs/a")])` watches all optimizers of a fit, also if an exception ends it.
 
     The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that resumes
-    from a checkpoint continues its step numbers. Several optimizers are one run; a new step begins when one of them
-    steps a second time. An error of the callback is logged; it does not end the training. `watch` is that of the last
-    fit; None before the first.
+    from a checkpoint continues its step numbers. Several optimizers are one run. An error of the callback is logged; it
+    does not end the training. `watch` is that of the last fit; None before the first.
 
     Args:
         groups: what `find_groups` found, or a function of the module that finds it: rows of these are proved. None: all
             weights are watched, and those that the optimizers' param groups declare count as rows.
         to: as for `watch`; "loggers" means the trainer's own loggers.
         **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
-
-    `Trainer(callbacks=[WatchCallback(to="runs/first")])` is all it takes.
     """
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:

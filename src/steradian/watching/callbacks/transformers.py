@@ -10,7 +10,7 @@ __all__ = ["WatchCallback"]
 
 
 class WatchCallback(Watching, TrainerCallback):
-    """Watches the optimizer from the start of a training to its end.
+    """`Trainer(model, args, callbacks=[WatchCallback(to="runs/a")], …)` watches the optimizer of a training.
 
     What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that resumes from a
     checkpoint continues its step numbers. The trainer does not notify callbacks of an exception: what was observed is
@@ -22,8 +22,6 @@ class WatchCallback(Watching, TrainerCallback):
             weights are watched, and those that the optimizer's param groups declare count as rows.
         to: as for `watch`.
         **options: the other options of `Watch`; `config` is by default the trainer's arguments.
-
-    `Trainer(model, args, callbacks=[WatchCallback(to="runs/first")], …)` is all it takes.
     """
 
     def on_train_begin(

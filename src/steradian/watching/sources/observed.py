@@ -32,8 +32,8 @@ SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
 
 From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
 """
-OF_GRADIENT = slice(3, 5)
-"""⟨g,g⟩ and ⟨g,x⟩, which are known before the step."""
+OF_GRADIENT = slice(3, 5)  # ⟨g,g⟩ and ⟨g,x⟩, which are known before the step
+_FROM_GRADIENT = ("defect", "gradient_norm")
 _COMPARED = 20  # observed steps at which the reader of somebody else's optimizer is compared with the weights
 _AGREES = 1e-2  # it must predict the displacement to this share of it
 _ULPS = 4  # and to so many units in the last place of the weights, which are rounded
@@ -67,35 +67,27 @@ class ObservedSource(Source):
         named = type(optimizer).__name__.endswith("ScheduleFree")
         known = isinstance(optimizer, RowOptimizer | Muon)
         self._overwrites = named or (not known and any(group.settings.get("nesterov") for group in watched))
-        self._invariant = any(group.label == INVARIANT for group in watched)
-        # Steps of other libraries may clip p.grad, add the decay to it, or free it.
-        self._alters = is_foreign(type(optimizer))
+        self.foreign = is_foreign(type(optimizer))  # its step may clip p.grad, add the decay to it, or free it
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         self._slopes: dict[int, Tensor] = {}  # before such a step: ⟨g,g⟩ and ⟨g,x⟩ of each row
         sizes = np.repeat([float(group.size) for group in self.watched], [group.n_rows for group in self.watched])
         self._sizes = torch.from_numpy(sizes).to(self.dtype).to(self.device)
+        # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
+        half = any(param.dtype.itemsize <= 2 for group in watched for param in group.params)
+        self._reads_displacement = not half and not self.foreign
+        self._compared = self._left = 0 if half else _COMPARED  # observed steps at which the reader is compared
         self.reader: Reader | None = None
-        self.foreign = self._reads = False
+        self._reads = False
         try:
             self.reader = reader_of(optimizer)
         except UnreadableOptimizerError as error:
             self._drop_reader(str(error))
         self.two_points = self.beforehand = self.reader is None or not all(map(tells_step, watched))
-        self.foreign = self.reader is not None and is_foreign(type(optimizer))
         # What needs a reader is NaN from the step on at which it was dropped; all ranks record the same quantities.
-        self._reads = self.foreign and any(group.sharded for group in watched)
-        # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
-        half = any(param.dtype.itemsize <= 2 for group in watched for param in group.params)
-        self._reads_displacement = not half and not self.foreign
-        self._compared = self._left = 0 if half else _COMPARED  # observed steps at which the reader is compared
-        self._has_gradient = True
+        self._reads = self.reader is not None and self.foreign and any(group.sharded for group in watched)
         if isinstance(optimizer, LBFGS):
-            self._lose_gradient("the line search leaves the gradient of another point")
-
-    def _lose_gradient(self, why: str) -> None:
-        self._has_gradient = False
-        self.missing |= dict.fromkeys(("defect", "gradient_norm"), why)
+            self.missing |= dict.fromkeys(_FROM_GRADIENT, "the line search leaves the gradient of another point")
 
     def _drop_reader(self, why: str) -> None:
         self.reader, self._reads = None, self._reads or (self.foreign and self._left < self._compared)
@@ -114,17 +106,17 @@ class ObservedSource(Source):
     def before(self) -> None:
         if not self.two_points:
             return
-        if self._overwrites and self.closure and self._has_gradient:
+        if self._overwrites and self.closure and "defect" not in self.missing:
             self._reads_displacement = False
-            self._lose_gradient("the step overwrites the gradient that its closure computes")
+            self.missing |= dict.fromkeys(_FROM_GRADIENT, "the step overwrites the gradient that its closure computes")
         scale = getattr(self.optimizer, "grad_scale", None)
         for group in self.watched:
             if not group.gone:
                 self._points[id(group)] = [group.local(param).clone() for param in group.params]
-                if self._overwrites and self._has_gradient and group.active():
+                if self._overwrites and "defect" not in self.missing and group.active():
                     gradients = group.gradients()
                     self._gradients[id(group)] = [g.clone() if scale is None else g / scale for g in gradients]
-                if self._alters and not self.closure and group.active():
+                if self.foreign and not self.closure and group.active():
                     self._slopes[id(group)] = self._read_gradient(group)
 
     def _read_gradient(self, group: WatchedGroup) -> Tensor:
@@ -145,7 +137,7 @@ class ObservedSource(Source):
                 continue
             gradients = group.gradients() if gradients is None else gradients
             rows, parts = out[group.span].zero_(), group.parts(points, gradients)
-            if self.foreign and group.n_rows:
+            if self.foreign and self.reader is not None and group.n_rows:
                 parts = self._read_parts(group, parts)
             for piece in group.pieces(parts):
                 self._add_sums(group, piece, rows[piece.rows])
@@ -215,10 +207,9 @@ class ObservedSource(Source):
             step = self.reader(taken)
             if self.foreign:
                 step = replace(step, a=step.a.expand_as(taken.param), b=step.b.expand_as(taken.param))
-            if self.foreign and self._left and getattr(self.optimizer, "found_inf", None) is None:
-                wrong = _difference(taken, step)
-                if wrong:
-                    self._disagree(f"the step that {of} predicts for {name} {wrong}")
+            compares = self.foreign and self._left and getattr(self.optimizer, "found_inf", None) is None
+            if compares and (wrong := _difference(taken, step)):
+                self._disagree(f"the step that {of} predicts for {name} {wrong}")
         except Exception as error:
             self._disagree(f"{of} failed: {type(error).__name__}: {error}")
         return None if self.reader is None else step
@@ -250,7 +241,7 @@ class ObservedSource(Source):
             radius = xx.sqrt_()
         safe = radius.masked_fill(radius == 0, 1)
         of_gradient = {}
-        if self._has_gradient:
+        if "defect" not in self.missing:
             length = sums["gg"].sqrt()
             defect = self._row(invariance_defect(gx / safe, length))
             of_gradient = {"defect": defect, "gradient_norm": self._row(length)}
@@ -265,7 +256,7 @@ class ObservedSource(Source):
         inward -= lost * radius  # η⟨q,u⟩
         start = radius * kept
         scale = (sums["bb"] / self._sizes).sqrt_() if reads else None
-        if scale is not None and self._invariant:
+        if scale is not None and any(group.label == INVARIANT for group in self.watched):
             nu = start * scale
             speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
             found |= {"nu": self._row(nu), "direction_norm": self._row(speed * nu)}
@@ -285,9 +276,7 @@ class ObservedSource(Source):
 
     def nbytes(self) -> int:
         """The copies; before a step they are counted as if they were there."""
-        if not self.two_points:
-            return 0
-        return sum(group.n_rows * group.size * group.dtype.itemsize for group in self.watched)
+        return sum(group.n_rows * group.size * group.dtype.itemsize for group in self.watched) if self.two_points else 0
 
     def close(self) -> None:
         self._points, self._gradients, self._slopes = {}, {}, {}

@@ -79,11 +79,10 @@ class PhenomenaSource(ObservedSource):
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         image, found = super().numbers(values, rates, decays)
-        if self.reader is None and not self._reads:
-            return image, found
-        names = PHENOMENA if self._remembers else PHENOMENA[:1]
-        first = len(ObservedSource.columns)
-        return image, {**found, **{name: values[..., first + k].to(self.row_dtype) for k, name in enumerate(names)}}
+        if self.reader is not None or self._reads:
+            for name in PHENOMENA if self._remembers else PHENOMENA[:1]:
+                found[name] = self._row(values[..., self.columns.index(name)])
+        return image, found
 
     def nbytes(self) -> int:
         """The copies, and the sums of past gradients and points."""

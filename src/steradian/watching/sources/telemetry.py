@@ -52,8 +52,7 @@ class TelemetrySource(Source):
             telemetry.left = None
             return
         if telemetry.buffers is not self._buffers:
-            self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
-            self._direct = None
+            self._buffers, self._rows, self._direct = telemetry.buffers, self._find(telemetry), None
         for rows, span in self._rows:
             (out if span is None else out[span]).copy_(rows)
 
@@ -83,14 +82,8 @@ class TelemetrySource(Source):
         start = known["radius"] * (1 - rates * decays)
         along = start * (1 - known["radial"])
         # The image of a step of rate 1, so that nothing is divided by a rate of 0.
-        image = ImageNumbers(
-            radius=known["radius"],
-            start=start,
-            inward=known["radial"] * start,
-            across=(along * known["angle"].tan()).abs(),
-            lr=1.0,
-            scale=1 / (known["effective_lr"] * along * start),
-        )
+        across, scale = (along * known["angle"].tan()).abs(), 1 / (known["effective_lr"] * along * start)
+        image = ImageNumbers(known["radius"], start, known["radial"] * start, across, lr=1.0, scale=scale)
         assert image.nu is not None
         assert image.direction_norm is not None
         # Optimizers on the sphere also change the radius, which the image does not.

@@ -18,8 +18,7 @@ from steradian.watching.sources.observed import OF_GRADIENT, SUMS, ObservedSourc
 
 __all__ = ["TritonSource", "supports"]
 
-_LONGEST = 2**14
-"""Entries of a row that one program adds up."""
+_LONGEST = 2**14  # entries of a row that one program adds up
 _ROWS, _LANES, _WARPS = 4, 128, 4
 """Rows of a program, entries of each that it reads at once, and warps: one per row, so that sums stay within a warp."""
 _GRAD = attrgetter("grad")
@@ -62,14 +61,11 @@ class TritonSource(ObservedSource):
         super().__init__(optimizer, watched)
         # A subclass with a step of its own cannot be read, and may have another state.
         self.adam, self.sgd = (self.reader is not None and isinstance(optimizer, each) for each in (Adam, SGD))
-        self._n_rows = sum(group.n_rows for group in self.watched)
         self._copies: list[Tensor] = []
         self._early: Tensor | None = None  # the sums before a step that may alter the gradient
         self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
         self._addresses, self._strides = list[int](), list[Any]()  # of the gradients
-        self._param_groups: list[dict[str, Any]] = []
         self._launches: dict[bool, Launch] = {}  # from two points or not
-        self._lines = torch.zeros(len(self.watched), 8, dtype=torch.int64, device="cpu")
         self._params = [group.params[0] for group in self.watched]
         self._sharded = any(group.sharded for group in self.watched)
         self._settings: list[tuple[float, ...]] = []
@@ -91,7 +87,7 @@ class TritonSource(ObservedSource):
             items.append(torch.stack([torch.full_like(first, line), first, rows, entry, entries, place], dim=1))
             owner.append((group.start + torch.arange(group.n_rows, device="cpu")).repeat_interleave(pieces))
             start += group.n_rows * pieces
-        whole = start == self._n_rows
+        whole = start == len(self._sizes)
         return torch.cat(items).to(self.device), None if whole else torch.cat(owner).to(self.device)
 
     @torch.no_grad()
@@ -100,10 +96,10 @@ class TritonSource(ObservedSource):
             now = [group.local(group.params[0]) if group.sharded else group.params[0] for group in self.watched]
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
             torch._foreach_copy_(self._copies, now)
-            if self._alters and not self.closure:
+            if self.foreign and not self.closure:
                 for group in self.watched:
                     group.held = group.gradients() if group.active() else None
-                self._early = self._table.new_zeros(self._n_rows, len(SUMS), dtype=self.dtype)
+                self._early = self._table.new_zeros(len(self._sizes), len(SUMS), dtype=self.dtype)
                 self._launch(self._early)
 
     def after(self, out: Tensor) -> None:
@@ -143,10 +139,8 @@ class TritonSource(ObservedSource):
             self._param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
             place = {id(settings): k for k, settings in enumerate(self._param_groups)}
             points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
-            lines = [
-                self._line(group, point, place[id(group.settings)])
-                for group, point in zip(self.watched, points, strict=True)
-            ]
+            setting_lines = [place[id(group.settings)] for group in self.watched]
+            lines = list(map(self._line, self.watched, points, setting_lines))
             self._lines = torch.tensor(lines, dtype=torch.int64, device="cpu")
             self._send(self._lines, self._table)
             self.known = None if self._kept or not all(map(state.get, self._params)) else known
