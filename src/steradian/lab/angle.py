@@ -257,7 +257,8 @@ def angle_study(
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)
-        if reference.key not in study.tracks.about() and not study.run([reference], make=make):
+        recording = replace(study, name=f"{study.name}-reference")
+        if reference.key not in study.tracks.about() and not recording.run([reference], make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":
