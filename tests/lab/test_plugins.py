@@ -80,8 +80,9 @@ OPTIONS += " --set batch_size=32 --set precision=float32 --device cpu"
 
 
 @pytest.fixture
-def known():
-    """Nothing registered in a test is left."""
+def known(monkeypatch):
+    """Nothing registered in a test is left, and no plugin was loaded before, as in a new process."""
+    monkeypatch.setattr(registry, "_files", {})
     before = {kind: dict(names) for kind, names in registry._KNOWN.items()}, dict(registry._sources)
     yield
     for kind, names in before[0].items():

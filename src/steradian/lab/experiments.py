@@ -74,7 +74,7 @@ class Tracked(Training):
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         tracks: where the recorded steps go when it is finished; None: nowhere.
-        *training, **how: as for `Training`.
+        training: and `how`: as for `Training`.
     """
 
     def __init__(
