@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from steradian import find_groups, watch
+from steradian import find_groups, optim, watch
 from steradian.watching.records import read_run
 
 from small import pair, series, train
@@ -71,6 +71,11 @@ def test_a_model_without_invariant_rows_is_watched():
     groups = find_groups(model, torch.randn(8, 3))
     watcher = watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
     assert watcher.labels() == dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), "not invariant")
+    # Rows that a param group declares, as for an optimizer that keeps every matrix on spheres, are not proved by that.
+    declared = [{"params": [model[0].weight, model[2].weight], "rows": "filter"}]
+    watcher = watch(optim.Angular(declared), groups)
+    assert watcher.labels() == dict.fromkeys(("0.weight", "2.weight"), "not invariant")
+    assert set(watch(optim.Angular(declared), model).labels().values()) == {"invariant"}
 
 
 def test_joint_rows_that_two_optimizers_share_are_watched_one_by_one():

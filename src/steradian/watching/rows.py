@@ -205,7 +205,8 @@ def _proposed(
                 sizes = [layout.size(param.shape) for param in members]
                 together = tuple(names[id(param)] for param in members)
                 declared = Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan)
-                yield declared, members, INVARIANT
+                refuted = any(id(param) in rest for param in members)
+                yield declared, members, NOT_INVARIANT if refuted else INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
             # A slice of one number, as of the gains of weight_norm, has only a sign.
