@@ -255,7 +255,7 @@ class _Trainer:
         curves: dict[str, list[float]] = {name: [] for name in _CURVES}
         if record is not None:
             shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
-        with nullcontext() if record is None else watch(optimizers, self.groups, to=record):
+        with nullcontext() if record is None else watch(optimizers, self.groups, to=record, run=config.method):
             for epoch in range(config.epochs):
                 starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
