@@ -2,15 +2,18 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from steradian.cli import main
 from steradian.discovery import find_groups
 from steradian.lab import language
+from steradian.lab.config import Config
 from steradian.lab.language import METHODS, Corpus, LanguageModel, Shape, bits_rows, build_corpus, language_study
-from steradian.lab.results import Store
+from steradian.lab.results import Result, Store
 from steradian.lab.study import Study
 from steradian.watching.records import read_run
 
@@ -125,6 +128,23 @@ def test_every_method_trains_and_spheres_keep_their_radii(root, tmp_path):
         expected = {"": set(), "all rows": matrices, "all tensors": matrices - heads}
         expected["proved rows"] = matrices - {"blocks.0.gate.weight"}
         assert fixed == expected[METHODS[next(m for m in METHODS if _key(m) in folder.name)][0]]
+
+
+def test_the_command_names_a_winner_at_the_edge_of_its_rates(root, tmp_path, monkeypatch, capsys):
+    kind = {"model": "bytes", "norm": "pre-norms", "data": "text", "epochs": 1, "schedule": "cosine"}
+    curves = {"train_loss": [1.0], "validation_loss": [1.0], "validation_accuracy": [60.0], "test_accuracy": [60.0]}
+    tried = [Config(**kind, method=m, lr=lr) for m in ("Muon", "AdamW") for lr in (0.001, 0.002, 0.004)]
+    best = [replace(config, seed=1) for config in (tried[2], tried[4])]
+    for name, configs in (("small-grid", tried), ("small", best)):
+        Store(tmp_path / "results" / f"{name}.json").add(Result(config, curves) for config in configs)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["steradian", "language", "--root", str(root), "--study", "small", "--seconds", "0"]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    said = [line for line in capsys.readouterr().out.splitlines() if "that was tried" in line]
+    assert said == ["Muon: the best rate, 0.004, is the largest that was tried. Try beyond it."]
 
 
 def _key(method):

@@ -204,9 +204,14 @@ def _show_table(study: "Study", configs: "Sequence[Config]", *, page: bool = Fal
 
 
 def _show_rows(study: "Study", title: str, rows: "Callable[..., Rows]", also: str = "") -> None:
-    """Print one table of a study's results, and where they are."""
+    """Print one table of a study's results, which settings were the last that were tried, and where the results are."""
+    from steradian.lab.tables import at_edge
+
     if results := study.store.results():
         show_rows(screen(), title, *rows(results))
+    if tried := [result.config for result in study.tuning.store.results()]:
+        for text in at_edge(tried, [result.config for result in results]):
+            screen().print(text, soft_wrap=True)
     screen().print(f"The results: {study.store.path}{also}", soft_wrap=True)
 
 
