@@ -154,6 +154,9 @@ def test_what_has_no_equilibrium_says_why() -> None:
     assert "no weight decay" in found.note
     with pytest.raises(ValueError, match="slopes must have one number for each of the 3 rates, got 2"):
         st.equilibrium(torch.optim.SGD([x], lr=0.1, weight_decay=0.1), rates=[0.1] * 3, slopes=[1.0, 2.0])
+    for bad in ({"slopes": [1.0, -1.0, 1.0]}, {"slopes": 1.0, "radius": -2.0}):
+        with pytest.raises(ValueError, match="slopes and radius must be at least 0, got"):
+            st.equilibrium(torch.optim.SGD([x], lr=0.1, weight_decay=0.1), rates=[0.1] * 3, **bad)
 
 
 def test_what_angular_gives_a_rate_has_no_angle():

@@ -295,6 +295,8 @@ def _predicted(
     gamma = torch.as_tensor(1.0 if slopes is None else slopes, dtype=torch.float64, device="cpu")
     if gamma.ndim and len(gamma) != len(path):
         raise ValueError(f"slopes must have one number for each of the {len(path)} rates, got {len(gamma)}")
+    if bool((gamma < 0).any()) or radius < 0:
+        raise ValueError(f"slopes and radius must be at least 0, got {slopes!r:.60} and {radius!r}")
     underived, blind = math.isnan(first.gain), bool(first.power) and slopes is None
     note = ""
     if blind:
