@@ -320,7 +320,8 @@ class Output:
         self.history.add(block)
         known = set(map(cause_of, self.alerts.raised))
         alerts = self.alerts.check(block)
-        for cause in causes(alert for alert in alerts if cause_of(alert) not in known):
+        new = [alert for alert in alerts if cause_of(alert) not in known]
+        for cause in causes(new) if new else ():
             logger.warning("%s: %s", block.run, cause.text)
         for alert in alerts:
             self._each(methodcaller("alert", alert))
