@@ -92,6 +92,8 @@ def test_means_are_shown_with_their_intervals_the_best_first(tmp_path):
         np.testing.assert_allclose([*mean.x, *ends.x], [np.mean(values[method]), *interval])
     shown = texts(drawn(Figure([chart]), tmp_path))
     assert shown.index(chart.names[0]) < shown.index(chart.names[1])
+    own = ["costs $5_{ and $6", *chart.names[1:]]  # a name of one's own is not a formula
+    assert own[0] in texts(drawn(Figure([replace(chart, names=own)]), tmp_path))
     assert FIGURES["means"]([r for r in results if r.config.seed == 0]).empty
 
 

@@ -350,7 +350,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_title(_literal(chart.title), loc="left", fontsize=10, fontweight="bold")
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
     if chart.names:
-        axes.set_yticks(range(len(chart.names)), chart.names)
+        axes.set_yticks(range(len(chart.names)), list(map(_literal, chart.names)))
         axes.set_ylim(len(chart.names) - 0.5, -0.5)
     if chart.logarithmic:
         axes.set_yscale("log", nonpositive="mask")
