@@ -246,7 +246,8 @@ def angle_study(
     """Run one of `PARTS` with a network on a data set, from where it was stopped; returns whether all is finished.
 
     The epochs, by default those of `PARTS`, have a cosine. The tuning has seed 0, its winners have the seeds 1, 2, ….
-    For "matched", about `points` steps of SGD-M are recorded. `settings` are other fields of `Config`.
+    For "matched", about `points` steps of SGD-M, whose angles the others get, and of Adam w/o (ab) at its own angle are
+    recorded. `settings` are other fields of `Config`.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
@@ -256,9 +257,10 @@ def angle_study(
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
+        own = Config(method="Adam w/o (ab), rest SGD-M", lr=1e-3, weight_decay=_FIXED["Adam w/o (ab)"][1], **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)
-        recording = replace(study, name=f"{study.name}-reference")
-        if reference.key not in study.tracks.about() and not recording.run([reference], make=make):
+        recording, known = replace(study, name=f"{study.name}-reference"), study.tracks.about()
+        if not recording.run([config for config in (reference, own) if config.key not in known], make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":
