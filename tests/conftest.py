@@ -10,6 +10,8 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+# Without processes that compile: they outlive the test that starts them, and a later one is warned of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # A busy machine is slow, not wrong; failures print what reproduces them.
 settings.register_profile("steradian", deadline=None, print_blob=True)

@@ -525,11 +525,17 @@ def test_on_a_gpu_replayed_steps_are_the_plain_steps(exact, method):
     """Over a few steps, since plain steps round differently: the optimizers are not the fused ones."""
     data = few("cuda", train=1000, test=100)
     [config] = methods(method)
-    plain = steps(config, data, 5, captured=False)
-    # Newton–Schulz runs in bfloat16.
-    rtol, atol = (1e-2, 1e-3) if "muon" in config.method.lower() else (1e-3, 1e-4)
-    for name, tensor in steps(config, data, 5).weights().items():
-        torch.testing.assert_close(tensor, plain.weights()[name], rtol=rtol, atol=atol)
+    plain, replayed = (steps(config, data, 5, captured=captured).weights() for captured in (False, True))
+    if "muon" in config.method.lower():
+        # Newton–Schulz runs in bfloat16: a change of the weights by 1e-7 turns five steps by up to 2 % of their length.
+        start, *ends = (
+            torch.cat([each[name].flatten().double() for name in plain if each[name].is_floating_point()])
+            for each in (Training(config, data).weights(), plain, replayed)
+        )
+        assert torch.dist(*ends) <= 0.05 * torch.dist(start, ends[0])
+        return
+    for name, tensor in replayed.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,26 @@ def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_p
     assert bits_rows(whole.store.results()) == bits_rows(parts.store.results())
     recorded = [read_run(folder) for folder in parts.work.iterdir()]
     assert {run.name for run in recorded} == set(methods)
+
+
+def test_processes_share_the_work(root, tmp_path):
+    shape, told = Shape(**SIZES), []
+    study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")
+
+    def other_process():
+        """The lock of a training belongs to whoever opened it: another thread is as good as another process."""
+        assert language_study(shape, root, methods=["Muon"], study=study, say=told.append, **TINY)
+
+    thread = threading.Thread(target=other_process)
+
+    def begin(text):
+        told.append(text)
+        if not thread.ident:
+            thread.start()
+
+    assert language_study(shape, root, methods=["Muon"], study=study, say=begin, **TINY)
+    thread.join()
+    assert len(told) == len(set(told)) == 4  # two rates, then two seeds: none was trained twice
 
 
 def test_every_method_trains_and_spheres_keep_their_radii(root, tmp_path):

@@ -32,7 +32,8 @@ from steradian import optim
 from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config, match_names
-from steradian.lab.results import Result, Store, environment
+from steradian.lab.fleet import POLL
+from steradian.lab.results import Result, Store, claim, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
 from steradian.lab.tables import interval_rows, winners
@@ -304,9 +305,9 @@ def language_study(
 ) -> bool:
     """Tune every method over the same rates, by its last validation loss, then train it with new seeds.
 
-    Finished trainings are stored at once and never repeated. The tuning has seed 0, and its winners have the seeds
-    1, 2, …; the first training of each winner is watched, and its run goes to `Study.work`. No training is started that
-    would not end before the deadline; returns whether everything is finished.
+    Finished trainings are stored at once and never repeated, and several processes share the work. The tuning has seed
+    0, and its winners have the seeds 1, 2, …; the first training of each winner is watched, and its run goes to
+    `Study.work`. No training is started that would not end before the deadline; returns whether everything is finished.
 
     `root` is the folder of the corpus, `say` gets a line for each finished training, and `settings` are other fields of
     `Config`: epochs, batch_size, precision, …
@@ -318,17 +319,34 @@ def language_study(
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3} | settings
     trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train
 
-    def train(configs: Sequence[Config], store: Store) -> bool:
+    def left(configs: Sequence[Config], store: Store) -> list[Config]:
         done = store.keys()
+        return [config for config in configs if config.key not in done]
+
+    def train(configs: Sequence[Config], store: Store) -> bool:
         store.prepare()
-        for config in [each for each in configs if each.key not in done]:
-            like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
-            expected = median(result.seconds for result in like) if like else 0.0
-            if time.monotonic() + 1.3 * expected > study.deadline:
-                return False
-            store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
-            took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
-            say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
+        while waiting := left(configs, store):
+            claimed = 0
+            for config in waiting:
+                if file := claim(study.runs / f"{study.name}-claims" / f"{config.key}.lock"):
+                    with file:
+                        claimed += 1
+                        if left([config], store) and not train_one(config, store):
+                            return False
+            if not claimed:  # other processes run all that is left
+                if time.monotonic() > study.deadline:
+                    return False
+                time.sleep(POLL)
+        return True
+
+    def train_one(config: Config, store: Store) -> bool:
+        like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
+        expected = median(result.seconds for result in like) if like else 0.0
+        if time.monotonic() + 1.3 * expected > study.deadline:
+            return False
+        store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
+        took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
+        say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
 
     taken = match_names("methods", methods, METHODS)

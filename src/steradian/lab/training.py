@@ -378,8 +378,7 @@ class Training:
             step: Callable[[], None] = self._step
             try:
                 if gpu and kind == "plain":  # what waits for the device cannot be captured
-                    with warnings.catch_warnings(action="ignore"):  # torch warns that it misses some
-                        torch.cuda.set_sync_debug_mode("error")
+                    _set_sync_mode("error")
                 for number in range(steps):
                     if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
@@ -388,8 +387,8 @@ class Training:
             except Exception as error:
                 return str(error.__context__ or error).splitlines()[0]
             finally:
-                if gpu:
-                    torch.cuda.set_sync_debug_mode("default")
+                if gpu and kind == "plain":
+                    _set_sync_mode("default")
                 restore()
         before, _, plain, replays = found
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
@@ -448,6 +447,12 @@ class Training:
         with self.queue.here():
             self._restore(state)
         self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
+
+
+def _set_sync_mode(mode: str) -> None:
+    """Whether torch raises where work waits for the device; whatever the mode, it warns that it misses some."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def copied(state: Any, *, device: str | None = None) -> Any:
