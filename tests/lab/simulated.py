@@ -1,12 +1,17 @@
 """Invented results for the tests of tables, figures and documents."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 
 from steradian.lab import paper
+from steradian.lab.angle import TUNED
+from steradian.lab.config import Config
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
 from steradian.lab.results import CURVES, Result, Store, Tracks
+from steradian.watching.records import COLUMNS
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}
@@ -84,3 +89,28 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
                 tables.append(pd.DataFrame({**single, **words}))
         tracks.add(config, pd.concat(tables), steps=STEPS, environment=WHERE)
     return tracks
+
+
+def turned(folder, name="angle-cifar10"):
+    """Angles of three layers under SGD-M, and three times as large under Adam; a tenth in the last third."""
+    tracks, steps = Tracks(folder / f"{name}-tracks.parquet"), np.arange(0, 30 * STEPS, STEPS // 2)
+    fall = np.where(steps < 20 * STEPS, 1e-3, 1e-4)
+    for method, factor in (("SGD-M", 1), ("Adam", 3)):
+        config = Config(model="ResNet20", data="cifar10", method=method, lr=0.1, epochs=30, schedule="cosine")
+        layers = enumerate(("conv1", "layer1", "layer2"), start=1)
+        parts = [pd.DataFrame({"step": steps, "group": layer, "value": k * factor * fall}) for k, layer in layers]
+        table = pd.concat(parts).assign(run=config.key, quantity="angle", statistic="rms")[list(COLUMNS)]
+        tracks.add(config, table, steps=STEPS, environment=WHERE)
+    return tracks
+
+
+def tuned(folder, name="tuned-cifar10"):
+    """The first and the last point of three methods, with validation accuracies of 90 and 95 %."""
+    results = []
+    for method, (k, accuracy) in product(("SGD-M", "Angular, muon", "Adam w/o (ab)"), ((5, 95.0), (0, 90.0))):
+        lr, decay = TUNED[method][k]
+        config = Config(model="ResNet20", data="cifar10", method=method, lr=lr, weight_decay=decay, epochs=1)
+        curves = {"train_loss": [1.0], "validation_accuracy": [accuracy], "test_accuracy": [50.0]}
+        results.append(Result(config, curves))
+    Store(folder / f"{name}.json").add(results)
+    return results

@@ -14,7 +14,7 @@ from steradian.lab.config import Config
 from steradian.lab.documents import KINDS, command, regions, write_up, written
 from steradian.lab.results import Result, Store
 
-from lab.simulated import column, compared, tracked
+from lab.simulated import column, compared, tracked, tuned, turned
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -34,6 +34,8 @@ NAMES = [
     "bits language",
     "means resnet20-cifar10",
     "angles resnet20-cifar10",
+    "layers angle-cifar10",
+    "tuning tuned-cifar10",
 ]
 
 
@@ -57,6 +59,8 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     tracked(tmp_path, epochs=20)
     compared(tmp_path)
     trained(tmp_path)
+    turned(tmp_path)
+    tuned(tmp_path)
     made = document(tmp_path / "docs.md", NAMES)
     where = {"results": tmp_path, "figures": tmp_path / "pictures"}
     write_up([made], **where)
@@ -67,6 +71,7 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     links = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
     expected = ["loss-resnet20-cifar10", "accuracy-resnet20-cifar10", "hypotheses-cifar10"]
     expected += ["phenomena-hypotheses-cifar10", "trajectories-cifar10", "means-resnet20-cifar10"]
+    expected += ["layers-angle-cifar10", "tuning-tuned-cifar10"]
     assert links == [f"pictures/{name}.svg" for name in expected]
     assert all((tmp_path / link).read_text().startswith("<?xml") for link in links)
     assert "| AdamG† | 0.01 | 0.000125 | β₁ = 0.9 | 0.99 | 20, rate × 0.1 at 7, 11, 16 | 128 | bf16 |" in text

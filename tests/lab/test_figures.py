@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from steradian.lab import paper
+from steradian.lab.angle import TUNED
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.figures import (
     FIGURES,
@@ -24,7 +25,7 @@ from steradian.lab.figures import (
 from steradian.lab.registry import METHODS
 from steradian.lab.tables import accuracy_columns
 
-from lab.simulated import STEPS, column, compared, tracked
+from lab.simulated import STEPS, column, compared, tracked, tuned, turned
 
 
 def drawn(figure, tmp_path):
@@ -272,3 +273,29 @@ def test_trajectories_by_norm(tmp_path):
     assert [line[:3] for line in lines[:2]] == [["ResNet20 BN", "AdaGradG", "3710"], ["ResNet20 BN", "AdaGrad", "3710"]]
     for line in lines:
         assert math.isclose(float(line[3]), math.cos(float(line[-1])), abs_tol=0.06)
+
+
+def test_the_angle_of_every_layer_and_its_spread(tmp_path):
+    tracks = turned(tmp_path)
+    figure, (_, lines) = TRACK_FIGURES["layers"](tracks.table(), tracks.about())
+    assert lines[0] == ["SGD-M", "first third", "0.001 (conv1)", "0.002", "0.003 (layer2)"]
+    assert lines[2] == ["SGD-M", "last third", "0.0001 (conv1)", "0.0002", "0.0003 (layer2)"]
+    assert lines[3] == ["Adam", "first third", "0.003 (conv1)", "0.006", "0.009 (layer2)"]
+    [chart] = figure.charts
+    assert [line.thin for line in chart.lines] == [True, True, True, False] * 2
+    assert chart.lines[3].y[0] == pytest.approx(2e-3)
+    assert "SGD-M, median layer" in texts(drawn(figure, tmp_path))
+
+
+def test_points_of_the_tuning_are_at_their_angles(tmp_path):
+    results = tuned(tmp_path)
+    [chart] = FIGURES["tuning"](results).charts
+    assert {line.name: list(line.y) for line in chart.lines} == {"SGD-M": [90, 95], "Angular, muon": [90, 95]}
+    for line in chart.lines:  # of SGD with rate 0.1 and momentum 0.9 at the smallest and the largest λ
+        assert line.x == pytest.approx([1e3 * math.sqrt(2 * 0.1 * decay / 1.9) for decay in (1e-4, 32e-4)], rel=3e-3)
+    assert FIGURES["tuning"]([replace(results[0], config=replace(results[0].config, lr=0.3))]).empty
+
+
+def test_methods_that_are_shown_together_have_different_colours():
+    for together in ([*TUNED], list(paper.ACCURACY["bn"]), [*paper.ACCURACY["bn"], "SGD"]):
+        assert len({method_colour(method) for method in together}) == len(together)

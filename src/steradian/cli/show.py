@@ -50,7 +50,9 @@ def table(
 @app.command()
 def figure(
     study: Annotated[str, typer.Argument(help="Name of a study in results/.")],
-    kind: Annotated[str, typer.Argument(help="loss, accuracy, means, hypotheses, phenomena or trajectories.")],
+    kind: Annotated[
+        str, typer.Argument(help="loss, accuracy, means, tuning, hypotheses, layers, phenomena or trajectories.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="An .svg or an .html.")],
     folder: Folder = Path("results"),
 ) -> None:

@@ -32,7 +32,7 @@ from steradian.lab.tables import Cell, Rows, holm, signed, winners
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
 
-__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_rows", "angle_study"]
+__all__ = ["ANGLES", "CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_rows", "angle_study"]
 
 _REST_DECAY = 2.5e-4  # λ of parameters without rows where it is not the method's own
 
@@ -187,10 +187,11 @@ register_method("Rotational SGD (REQ)", partial(_on_spheres, make=Rotational))
 register_method("Hyperball, Muon", partial(_on_spheres, make=Hyperball))
 
 _DECAYS = tuple(1e-4 * 2**k for k in range(6))
-_ANGLES = tuple(float(f"{math.sqrt(2 * 0.1 * decay / 1.9):.3g}") for decay in _DECAYS)  # of SGD-M at the rate 0.1
+ANGLES = tuple(float(f"{math.sqrt(2 * 0.1 * decay / 1.9):.3g}") for decay in _DECAYS)
+"""What SGD-M's points turn filters by in equilibrium; those of all methods but Adam w/o (ab) give the same angles."""
 
 _SGD = [(0.1, decay) for decay in _DECAYS]
-_TURNS = [(angle, 5e-4) for angle in _ANGLES]
+_TURNS = [(angle, 5e-4) for angle in ANGLES]
 TUNED = {
     **dict.fromkeys(("SGD-M", "SGD-M, Nesterov", "SGD-M, corrected decay"), _SGD),
     "AdamW, decay on rows": [(1e-3, 1e3 * decay) for decay in _DECAYS],  # the same angles, √(2ηλ(1−β1)/(1+β1))

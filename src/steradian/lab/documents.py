@@ -130,6 +130,8 @@ _CAPTIONS = {
     "loss": "Training loss by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
     "accuracy": "Validation accuracy by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
     "means": "Mean test accuracy and its 95 % interval over the seeds, whose number is in brackets.",
+    "tuning": "Best validation accuracy of each setting that was tried, by the angle that it gives in equilibrium.",
+    "layers": "How far the filters of every layer turn per step, by epoch.",
     "hypotheses": "The largest of each quantity over all filters of all layers, at the recorded steps.",
     "trajectories": "Cosine of filters with the same filter under SGD: three filters of every block, drawn at random.",
     "phenomena": "How far each phenomenon turns the effective direction: medians over the filters of every layer.",

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from steradian.files import write_atomically
+from steradian.lab.angle import ANGLES, TUNED
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
 from steradian.lab.registry import PAPERS
@@ -31,16 +32,20 @@ About = Mapping[str, Mapping[str, Any]]
 # After Okabe and Ito, for any colour vision; the first are those of the paper's methods, in the registry's order.
 _COLOURS = ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195"]
 _COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
+_PLACES = {method: 8 + place for place, method in enumerate(sorted(TUNED.keys() - {*PAPERS}))}
+_PLACES |= {method: place for place, method in enumerate(PAPERS)}
 _MEAN = "#0055a4"
 _LAYER_COLOURS = ("#fdbb4c", "#d6485c", "#3f1b6e")  # from the first layer to the last
 _MIN_ZOOM_EPOCHS = 12  # shorter curves are not zoomed
 _EARLY = 0.02  # share of the epochs whose figures are far from all others
+_BEFORE_ZERO = 0.95  # share of the epochs before a cosine ends at 0, which has no logarithm
+_LONG_NAME = 30  # letters beyond which two names do not fit below a chart
 _ACROSS, _WIDTH, _HEIGHT = 2, 4.7, 3.1  # charts in a row, and inches of each
 
 
 def method_colour(method: str) -> str:
     """The colour of a method, the same in all figures, whatever is registered."""
-    place = PAPERS.index(method) if method in PAPERS else len(PAPERS) + sum(map(ord, method))
+    place = _PLACES[method] if method in _PLACES else len(PAPERS) + sum(map(ord, method))
     return _COLOURS[place % len(_COLOURS)]
 
 
@@ -129,10 +134,32 @@ def _means(results: Iterable[Result]) -> Figure:
     return Figure([chart for chart in charts if chart.lines])
 
 
+def _tuning(results: Iterable[Result]) -> Figure:
+    """Best validation accuracies of the points that were tried, by the angle that they give in equilibrium."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for result in results:
+        c = result.config
+        if c.method != "Adam w/o (ab)" and (c.lr, c.weight_decay) in (points := TUNED.get(c.method, [])):
+            angle = ANGLES[points.index((c.lr, c.weight_decay))]
+            reached = math.nan if result.diverged else max(result.curves["validation_accuracy"])
+            found.setdefault(c.method, {}).setdefault(1e3 * angle, []).append(reached)
+    lines = []
+    for method in sorted(found, key=method_order):
+        x = sorted(found[method])
+        lines.append(
+            Line(method, x, [float(np.mean(found[method][angle])) for angle in x], colour=method_colour(method))
+        )
+    title = "The same angles for every method"
+    return Figure(
+        [Chart(title, "angle in equilibrium (mrad per step)", "validation accuracy (%)", lines)] if lines else []
+    )
+
+
 FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {
     "loss": partial(_by_epoch, curve="train_loss", title="training loss", logarithmic=True),  # fig:loss_comparison
     "accuracy": partial(_by_epoch, curve="validation_accuracy", title="validation accuracy (%)"),  # fig:acc_comparison
     "means": _means,
+    "tuning": _tuning,
 }
 """Figures of results, by their names on the command line."""
 
@@ -250,8 +277,34 @@ def _turns(medians: pd.DataFrame, about: About) -> Rows:
     return heads, lines
 
 
+def _layers(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
+    """The root mean square of every layer's angle by epoch, and the spread of the layers in parts of the training."""
+    chart, lines = Chart("Root mean square over a layer's filters", "epoch", "angle per step (rad)", [], True), []
+    for run, method, colour in _by_method(about):
+        own = _pick(table, run=run, quantity="angle", statistic="rms")
+        layers = own.pivot(index="step", columns="group", values="value")
+        if layers.empty:
+            continue
+        layers.index /= about[run]["steps"]
+        epochs = about[run]["config"]["epochs"]
+        chart = replace(chart, x_range=(0, _BEFORE_ZERO * epochs))
+        x = layers.index.tolist()
+        chart.lines.extend(Line("", x, layers[name].tolist(), colour=colour, thin=True) for name in layers)
+        chart.lines.append(Line(f"{method}, median layer", x, layers.median(axis=1).tolist(), colour=colour))
+        for part, (first, last) in {
+            "first third": (0, 1 / 3),
+            "second third": (1 / 3, 2 / 3),
+            "last third": (2 / 3, 1),
+        }.items():
+            usual = layers[(layers.index >= first * epochs) & (layers.index < last * epochs)].median()
+            ends = [f"{usual[name]:.2g} ({name})" for name in (usual.idxmin(), usual.idxmax())]
+            lines.append([method, part, ends[0], f"{usual.median():.2g}", ends[1]])
+    return Figure([chart] if chart.lines else []), (["method", "part", "smallest", "median layer", "largest"], lines)
+
+
 TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], tuple[Figure, Rows]]] = {
     "hypotheses": _hypotheses,
+    "layers": _layers,
     "phenomena": _phenomena,
     "trajectories": _trajectories,
 }
@@ -326,7 +379,8 @@ def draw(figure: Figure) -> Any:
         handles[_literal(line.name)] = Line2D([], [], **look)
     if figure.ramp:
         handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
-    below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2
+    beside = 1 if columns == 1 and max(map(len, handles), default=0) > _LONG_NAME else 2 * columns
+    below = 0 if free else 0.25 * math.ceil(len(handles) / beside) + 0.2
     size = _WIDTH * (_ACROSS if named else columns), _HEIGHT * rows + below
     canvas = Canvas(figsize=size, layout="constrained", facecolor="white")
     grid = canvas.subplots(rows, columns, squeeze=False).flatten()
@@ -337,7 +391,7 @@ def draw(figure: Figure) -> Any:
         grid[-1].axis("off")
         grid[-1].legend(handles.values(), handles.keys(), loc="upper left", **legend)
     elif handles:
-        canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 * columns, **legend)
+        canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=beside, **legend)
     return canvas
 
 
