@@ -32,6 +32,7 @@ NAMES = [
     "intervals resnet20-cifar10",
     "final resnet20-cifar10",
     "bits language",
+    "rates language",
     "means resnet20-cifar10",
     "angles resnet20-cifar10",
     "layers angle-cifar10",

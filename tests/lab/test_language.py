@@ -1,6 +1,7 @@
 """The language model, its text, and its study in a tiny form."""
 
 import json
+import math
 import re
 import sys
 import threading
@@ -166,6 +167,31 @@ def test_the_command_names_a_winner_at_the_edge_of_its_rates(root, tmp_path, mon
         main()
     said = [line for line in capsys.readouterr().out.splitlines() if "that was tried" in line]
     assert said == ["Muon: the best rate, 0.004, is the largest that was tried. Try beyond it."]
+
+
+@pytest.mark.parametrize("flag", [[], ["--markdown"]])
+def test_a_table_has_bits_per_byte(tmp_path, monkeypatch, capsys, flag):
+    def stored(name, figures):
+        """By method, rate and seed the validation loss in nats."""
+        kind = {"model": "bytes 1x16", "norm": "pre-norms", "data": "text", "epochs": 1, "schedule": "cosine"}
+        results = []
+        for (method, lr, seed), loss in figures.items():
+            curves = {"train_loss": [1.0], "validation_loss": [loss], "validation_accuracy": [60.0]}
+            config = Config(**kind, method=method, lr=lr, seed=seed)
+            results.append(Result(config, {**curves, "test_accuracy": [60.0]}, diverged=math.isnan(loss)))
+        Store(tmp_path / "results" / f"{name}.json").add(results)
+
+    stored("grid", {("Muon", 0.1, 0): math.log(2), ("Muon", 0.2, 0): 2 * math.log(2), ("AdamW", 0.1, 0): math.nan})
+    stored("seeds", {("Muon", 0.1, 1): math.log(2), ("Muon", 0.1, 2): 2 * math.log(2)})
+    monkeypatch.chdir(tmp_path)
+    for name, cells in (("grid", ["1.0000", "2.0000", "nan"]), ("seeds", ["1.5000 ± 6.3531"])):
+        monkeypatch.setattr(sys, "argv", ["steradian", "table", name, *flag])
+        with pytest.raises(SystemExit) as done:
+            main()
+        shown = capsys.readouterr().out
+        assert done.value.code == 0
+        assert all(cell in shown for cell in cells), shown
+        assert "60.0" not in shown  # the share of guessed bytes
 
 
 def _key(method):

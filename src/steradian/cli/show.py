@@ -29,14 +29,21 @@ def table(
     markdown: Annotated[bool, typer.Option("--markdown", help="For a document.")] = False,
     folder: Folder = Path("results"),
 ) -> None:
-    """Print the accuracies of a study beside the paper's, with their spread over seeds and what is noise.
+    """Print what a study reached: accuracies beside the paper's, or bits per byte, with their spread over seeds.
 
     Example: steradian table resnet20-cifar10
     """
+    from steradian.lab.language import bits_rows, is_text, rate_rows
     from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
     results = _results(study, folder)
-    if not markdown:
+    if is_text(results):
+        rows = (rate_rows if is_grid(results) else bits_rows)(results)
+        if markdown:
+            typer.echo(markdown_table(*rows))
+        else:
+            show_rows(screen(), f"Bits per byte of the validation text, {study}", *rows)
+    elif not markdown:
         print_table(results, screen())
     elif is_grid(results):
         typer.echo(f"{GRID}\n\n{markdown_table(*grid_rows(results))}\n")

@@ -16,7 +16,7 @@ from steradian.files import write_atomically
 from steradian.lab import tables
 from steradian.lab.angle import angle_rows
 from steradian.lab.figures import FIGURES, TRACK_FIGURES, Figure, to_svg, write_figure
-from steradian.lab.language import bits_rows
+from steradian.lab.language import bits_rows, rate_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
@@ -184,6 +184,7 @@ _TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
     "intervals": interval_rows,
     "final": partial(interval_rows, value=lambda result: result.final_accuracy, what="at the end"),
     "bits": bits_rows,
+    "rates": rate_rows,
     "angles": angle_rows,
     "machines": _machine_rows,
     "settings": _setting_rows,

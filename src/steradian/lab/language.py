@@ -12,7 +12,7 @@ import math
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -36,16 +36,18 @@ from steradian.lab.fleet import POLL
 from steradian.lab.results import Result, Store, claim, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import interval_rows, winners
+from steradian.lab.tables import Rows, interval_rows, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
 __all__ = ["METHODS", "RATES", "Corpus", "LanguageModel", "Shape", "bits_rows", "build_corpus", "language_study"]
+__all__ += ["is_text", "rate_rows"]
 
 STEPS = 100
 """Steps of an epoch."""
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 """The points of the tuning, the same for every method; see `_optimizers`."""
+_MODEL = "bytes"  # followed by its sizes in the name of a model
 _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
 
@@ -287,6 +289,11 @@ class _Trainer:
         return torch.stack(figures).mean(dim=0).tolist()
 
 
+def is_text(results: Iterable[Result]) -> bool:
+    """Whether these are results of language models."""
+    return all(result.config.model.startswith(f"{_MODEL} ") for result in results)
+
+
 def bits(result: Result) -> float:
     """Bits per byte of the validation text at the end; NaN if it diverged."""
     return math.nan if result.diverged else result.curves["validation_loss"][-1] / math.log(2)
@@ -314,7 +321,11 @@ def language_study(
     """
     corpus, grid = Corpus.read(root), study.tuning.store
     *sizes, post_norms = asdict(shape).values()
-    common: dict[str, Any] = {"model": f"bytes {'x'.join(map(str, sizes))}", "data": corpus.name, "schedule": "cosine"}
+    common: dict[str, Any] = {
+        "model": f"{_MODEL} {'x'.join(map(str, sizes))}",
+        "data": corpus.name,
+        "schedule": "cosine",
+    }
     common |= {"norm": "post-norms" if post_norms else "pre-norms", "epochs": 8, "milestones": (), "batch_size": 64}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3} | settings
     trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train
@@ -358,3 +369,11 @@ bits_rows = partial(
     interval_rows, value=bits, what="bits per byte", baseline="Muon", digits=4, better="smaller", margin=None
 )
 """The table of a study: bits per byte of each method, and its difference to Muon's."""
+
+
+def rate_rows(results: Iterable[Result]) -> Rows:
+    """The table of a tuning: bits per byte of each method at each rate."""
+    found = {(result.config.method, result.config.lr): f"{bits(result):.4f}" for result in results}
+    methods, rates = dict.fromkeys(method for method, _ in found), sorted({rate for _, rate in found})
+    lines = [[method, *(found.get((method, rate), "") for rate in rates)] for method in methods]
+    return ["bits per byte at the rate", *(f"{rate:g}" for rate in rates)], lines
