@@ -242,7 +242,7 @@ def test_the_figures_in_the_readme_are_those_of_the_results():
                 assert share == f"{100 * large[names[name]]:.1f} %", line
             else:
                 assert re.search(rf"^\| {name} \| [\d,]+ \| {share} \|", page, re.MULTILINE), line
-    study = (ROOT / "docs" / "study.md").read_text()
+    study = "".join((ROOT / "docs" / name).read_text() for name in ("study.md", "study-details.md"))
     sentence = re.search(
         r"Adam w/o \(ab\) is ([\d.]+) points below SGD-M .+ and ([\d.]+) below if SGD-M steps the rest\. "
         r".+ reaches ([\d.]+) %, a gain of ([\d.]+), plain Adam ([\d.]+) % and SGD-M ([\d.]+) %",

@@ -278,28 +278,28 @@ def _turns(medians: pd.DataFrame, about: About) -> Rows:
 
 
 def _layers(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
-    """The root mean square of every layer's angle by epoch, and the spread of the layers in parts of the training."""
-    chart, lines = Chart("Root mean square over a layer's filters", "epoch", "angle per step (rad)", [], True), []
+    """The root mean square of every layer's angle by epoch, and its median over the steps of each third."""
+    charts, lines = list[Chart](), list[list[str]]()
     for run, method, colour in _by_method(about):
         own = _pick(table, run=run, quantity="angle", statistic="rms")
         layers = own.pivot(index="step", columns="group", values="value")
         if layers.empty:
             continue
-        layers.index /= about[run]["steps"]
-        epochs = about[run]["config"]["epochs"]
-        chart = replace(chart, x_range=(0, _BEFORE_ZERO * epochs))
-        x = layers.index.tolist()
-        chart.lines.extend(Line("", x, layers[name].tolist(), colour=colour, thin=True) for name in layers)
-        chart.lines.append(Line(f"{method}, median layer", x, layers.median(axis=1).tolist(), colour=colour))
-        for part, (first, last) in {
-            "first third": (0, 1 / 3),
-            "second third": (1 / 3, 2 / 3),
-            "last third": (2 / 3, 1),
-        }.items():
-            usual = layers[(layers.index >= first * epochs) & (layers.index < last * epochs)].median()
-            ends = [f"{usual[name]:.2g} ({name})" for name in (usual.idxmin(), usual.idxmax())]
+        x, shown = (layers.index / about[run]["steps"]).tolist(), (0, _BEFORE_ZERO * about[run]["config"]["epochs"])
+        curves = [Line("", x, layers[name].tolist(), colour=colour, thin=True) for name in layers]
+        curves.append(Line(f"{method}, median layer", x, layers.median(axis=1).tolist(), colour=colour))
+        charts.append(
+            Chart("Root mean square over a layer's filters", "epoch", "angle per step (rad)", curves, True, shown)
+        )
+        # Of all steps: those at the start were recorded more often.
+        every = layers.reindex(range(layers.index[-1] + 1)).interpolate(method="index")
+        thirds = np.array_split(np.arange(len(every)), 3)
+        for part, steps in zip(("first third", "second third", "last third"), thirds, strict=True):
+            usual = every.iloc[steps].median()
+            ends = f"{usual.min():.2g} ({usual.idxmin()})", f"{usual.max():.2g} ({usual.idxmax()})"
             lines.append([method, part, ends[0], f"{usual.median():.2g}", ends[1]])
-    return Figure([chart] if chart.lines else []), (["method", "part", "smallest", "median layer", "largest"], lines)
+    one = [replace(charts[0], lines=[line for chart in charts for line in chart.lines])] if charts else []
+    return Figure(one), (["method", "steps", "smallest", "median layer", "largest"], lines)
 
 
 TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], tuple[Figure, Rows]]] = {
