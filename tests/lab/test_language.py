@@ -112,6 +112,15 @@ def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_p
     assert {run.name for run in recorded} == set(methods)
 
 
+def test_a_rate_that_a_method_refuses_is_named_with_it(root, tmp_path):
+    study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")
+    methods = ["Muon, proved rows Angular"]
+    with pytest.raises(
+        ValueError, match=r"Muon, proved rows Angular at the rate 5: lr must be an angle of at most 0.5"
+    ):
+        language_study(Shape(**SIZES), root, study=study, methods=methods, **TINY | {"rates": (5.0,)})
+
+
 def test_processes_share_the_work(root, tmp_path):
     shape, told = Shape(**SIZES), []
     study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")

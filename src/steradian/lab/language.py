@@ -355,7 +355,11 @@ def language_study(
         expected = median(result.seconds for result in like) if like else 0.0
         if time.monotonic() + 1.3 * expected > study.deadline:
             return False
-        store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
+        try:
+            result = trainer().run(config, study.work / config.key if config.seed == 1 else None)
+        except ValueError as error:
+            raise ValueError(f"{config.method} at the rate {config.lr:g}: {error}") from error
+        store.add([result])
         took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
         say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
