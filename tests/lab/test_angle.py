@@ -20,6 +20,9 @@ from steradian.lab.results import Result
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study
 from steradian.lab.tables import interval_rows
+from steradian.lab.training import Training
+
+from lab.studies import few
 
 SETTINGS = {"width": 4, "batch_size": 64, "precision": "float32"}
 SHAPES = [(6, 3, 3, 3), (4, 10), (5, 7)]
@@ -161,7 +164,7 @@ def let_time_pass_after_an_epoch(patch):
 def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_path, monkeypatch):
     few = {
         "crossed": list(CROSSED)[1:3],
-        "matched": list(MATCHED)[2:6:3],
+        "matched": [list(MATCHED)[k] for k in (2, 5, 7)],
         "tuned": ["Rotational SGD (REQ)"],
     }
     points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
@@ -186,7 +189,23 @@ def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_
         for run, record in study.tracks.table().groupby("run", observed=True):
             assert run in about
             assert (record["value"] > 0).all()
-            assert set(record["group"]) == set(angle._curves["ResNet20 digits"])
+            assert set(record["group"]) == set(angle._curves["ResNet20 digits", "SGD-M"])
+
+
+@pytest.mark.parametrize("name", ["Adam w/o (ab) at SGD-M's angle", "SGD-M at Adam w/o (ab)'s angle"])
+def test_directions_turn_by_the_angle_of_the_method_that_is_named(name, monkeypatch):
+    data = few()
+    config = Config(model="ResNet20", data="digits", method=name, lr=0.01, epochs=1, **SETTINGS | {"batch_size": 16})
+    groups = Training(replace(config, method="SGD-M"), data).groups
+    angles = {"SGD-M": 0.01, "Adam w/o (ab)": 0.03}
+    curves = {(config.column, of): {each: np.full(3, angles[of]) for each in groups.layouts} for of in angles}
+    monkeypatch.setattr(angle, "_curves", curves)
+    training = Training(config, data)
+    before = [rows.clone() for rows in training.rows()]
+    training.take(1)
+    [expected] = [angles[of] for of in angles if name.endswith(f"at {of}'s angle")]
+    found = [angles_between(*both).square().mean().sqrt() for both in zip(before, training.rows(), strict=True)]
+    assert [rms.item() for rms in found] == pytest.approx([expected] * 19, rel=1e-3)
 
 
 def result(method, seed, accuracy):

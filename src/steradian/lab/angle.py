@@ -1,7 +1,7 @@
 """Does the angle explain the table? Three studies of what is left of the differences between optimizers.
 
 - crossed: filters by SGD-M or Adam w/o (ab), the rest by SGD-M or Adam.
-- matched: every optimizer's direction at the angle that SGD-M had in each step and layer (`AtAngle`).
+- matched: directions at the angle that SGD-M, or Adam w/o (ab), had in each step and layer (`AtAngle`).
 - tuned: all methods tuned over six points each, which are the same six angles in equilibrium.
 """
 
@@ -142,27 +142,31 @@ CROSSED = {
 for _name, _pair in CROSSED.items():
     register_method(_name, partial(_crossed, *_pair))
 
-_curves: dict[str, dict[str, NDArray[np.float64]]] = {}  # by column and layer, the angle that SGD-M had in each step
+_OWN = "Adam w/o (ab)"
+_curves: dict[tuple[str, str], dict[str, NDArray[np.float64]]] = {}
+"""By column, method and layer, the angle that the method had in each step."""
 
 
-def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
-    """A direction without L2, which only changes radii, at SGD-M's angle; SGD-M on the rest."""
-    if config.column not in _curves:
-        raise ValueError(f"no record of SGD-M's angles on {config.column}: steradian angle matched makes it")
+def _matched(name: str, angles_of: str, groups: Groups, config: Config) -> list[Optimizer]:
+    """A direction without L2, which only changes radii, at the angle of a method; SGD-M on the rest."""
+    if (config.column, angles_of) not in _curves:
+        raise ValueError(f"no record of {angles_of}'s angles on {config.column}: steradian angle matched makes it")
+    curves = _curves[config.column, angles_of]
     (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
-    angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
+    angles = np.stack([curves[names[id(param)]] for param in firsts], axis=1)
     turned = AtAngle(_optimizer(name, rows, config, config.lr, 0.0), rows, torch.from_numpy(angles).float())
     return [turned, _rest("SGD-M", rest, config)]
 
 
 MATCHED = {
-    f"{name} at SGD-M's angle": name
-    for name in ("SGD-M", "Adam", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)", "Muon")
+    f"{name} at SGD-M's angle": (name, "SGD-M")
+    for name in ("SGD-M", "Adam", "Adam w/o (a)", _OWN, "Adam w/o (abc)", "Muon")
 }
-"""By name: whose directions."""
-for _name, _direction in MATCHED.items():
-    register_method(_name, partial(_matched, _direction))
+MATCHED |= {f"SGD-M at {_OWN}'s angle": ("SGD-M", _OWN), f"{_OWN} at its own angle": (_OWN, _OWN)}
+"""By name: whose direction and whose angle."""
+for _name, _pair in MATCHED.items():
+    register_method(_name, partial(_matched, *_pair))
 
 
 def _adamw(groups: Groups, config: Config) -> Optimizer:
@@ -205,7 +209,7 @@ TUNED = {
 _FIXED = {"SGD-M": (0.1, 2.5e-4), "Adam w/o (ab)": (1e-3, 1.25e-4)}  # the paper's
 PARTS: dict[str, tuple[dict[str, list[tuple[float, float]]], int]] = {
     "crossed": ({name: [_FIXED[filters]] for name, (filters, _) in CROSSED.items()}, 135),
-    "matched": ({name: [(0.1 if of == "SGD-M" else 1e-3, 0.0)] for name, of in MATCHED.items()}, 135),
+    "matched": ({name: [(0.1 if of == "SGD-M" else 1e-3, 0.0)] for name, (of, _) in MATCHED.items()}, 135),
     "tuned": (TUNED, 60),
 }
 """By name of a study: the points of each method, and the epochs."""
@@ -247,8 +251,8 @@ def angle_study(
     """Run one of `PARTS` with a network on a data set, from where it was stopped; returns whether all is finished.
 
     The epochs, by default those of `PARTS`, have a cosine. The tuning has seed 0, its winners have the seeds 1, 2, ….
-    For "matched", about `points` steps of SGD-M, whose angles the others get, and of Adam w/o (ab) at its own angle are
-    recorded. `settings` are other fields of `Config`.
+    For "matched", about `points` steps of SGD-M and of Adam w/o (ab), whose angles the others get, are recorded.
+    `settings` are other fields of `Config`.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
@@ -258,12 +262,13 @@ def angle_study(
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
-        own = Config(method="Adam w/o (ab), rest SGD-M", lr=1e-3, weight_decay=_FIXED["Adam w/o (ab)"][1], **common)
+        own = Config(method=f"{_OWN}, rest SGD-M", lr=1e-3, weight_decay=_FIXED[_OWN][1], **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)
         recording, known = replace(study, name=f"{study.name}-reference"), study.tracks.about()
         if not recording.run([config for config in (reference, own) if config.key not in known], make=make):
             return False
-        _curves[reference.column] = _angles(study, reference)
+        _curves[reference.column, "SGD-M"] = _angles(study, reference)
+        _curves[reference.column, _OWN] = _angles(study, own)
     if part == "tuned":
         return study.tuning.run(configs) and study.run(winners(configs, study.tuning.store.results(), seeds))
     return study.run([replace(config, seed=seed) for seed in range(seeds) for config in configs])
@@ -275,7 +280,8 @@ def angle_rows(results: Iterable[Result]) -> Rows:
     for result in results:
         found.setdefault(result.config.method, []).append(math.nan if result.diverged else result.accuracy)
     cells = {method: Cell.of(values) for method, values in found.items()}
-    pairs = {of: (cells.get(f"{of}, rest SGD-M"), cells.get(name)) for name, of in MATCHED.items()}
+    at_sgds = {of: name for name, (of, angles_of) in MATCHED.items() if angles_of == "SGD-M"}
+    pairs = {of: (cells.get(f"{of}, rest SGD-M"), cells.get(name)) for of, name in at_sgds.items()}
     known = [(of, own, matched) for of, (own, matched) in pairs.items() if own and matched]
     differences = [matched.minus(own) for _, own, matched in known]
     lines = []
