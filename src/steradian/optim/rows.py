@@ -280,7 +280,6 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
 
 _SMALL = 2**12  # numbers in a row set from which on the arithmetic takes longer than the calls
 _MATRICES = 2**27  # numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def together(sets: list[RowSet]) -> Iterable[RowSet]:
@@ -326,7 +325,7 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
         return False
     (param,), (gradient,), [cut] = rows.params, rows._tensors("grad"), rows._cuts
     return all(
-        type(each) in _PLAIN
+        type(each) in (Tensor, nn.Parameter)
         and each.dtype == param.dtype
         and (cut.is_dense(each) if each.shape == param.shape else each.is_contiguous())
         for each in (param, gradient, *entries)
