@@ -190,7 +190,6 @@ class Flush:
         self._last_step = None
 
     def _reduce(self) -> None:
-        """Reduce what is in the buffers, on their devices."""
         active = np.array(self._active, dtype=bool)
         count, first = len(self._steps), self.observations - len(self._steps)
         whole = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]

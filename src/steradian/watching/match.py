@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,20 +254,13 @@ def replay(optimizer: optim.Angular, source: str | Path | RecordedRun, model_or_
             layer = next((recorded[names[id(each)]] for each in params if names.get(id(each)) in recorded), None)
             chosen = (run.table["group"] == layer) & (run.table["quantity"] == ("angle" if rows else "lr"))
             curve = run.table[chosen & (run.table["statistic"] == ("median" if rows else "mean"))].dropna()
-            steps, values = curve["step"].to_numpy(), curve["value"].to_numpy()
+            values = np.minimum(curve["value"], _LARGEST) if rows else curve["value"]
+            top = values.max()  # NaN if there are none
             made.append({**group, "params": params})
             if rows:
                 if not len(values):
                     raise ValueError(f"source: the run {run.name} has no angles of {names.get(id(params[0]))!r}")
-                values, lr = np.minimum(values, _LARGEST), group["lr"]
-                top = float(values.max())
-                made[-1]["lr"] = torch.full_like(lr, top) if isinstance(lr, Tensor) else top
-            schedules.append(_schedule(steps, values))
+                made[-1]["lr"] = torch.full_like(group["lr"], top) if isinstance(group["lr"], Tensor) else float(top)
+            schedules.append(partial(np.interp, xp=curve["step"], fp=values / top) if top > 0 else lambda _: 1.0)
     optimizer.param_groups[:] = made
     return LambdaLR(optimizer, schedules)
-
-
-def _schedule(steps: Any, values: Any) -> Callable[[int], float]:
-    """The values over the largest of them, between their steps too; 1 if there are none."""
-    top = values.max(initial=0.0)
-    return lambda step: float(np.interp(step, steps, values) / top) if top > 0 else 1.0

@@ -11,7 +11,6 @@ from steradian.watching.rows import INVARIANT, WatchedGroup
 __all__ = ["Paths"]
 
 _POINTS = 128  # points after which every second observation is left out, and again after each further half of them
-_AHEAD = 16  # copies that memory is allocated for at once
 _LONGEST = 2**10  # rows that are longer are not chosen unless the user names them
 
 
@@ -26,7 +25,6 @@ class Paths:
     ) -> None:
         self.stride, self.points = 1, 0
         self._kept: list[tuple[int, list[Tensor]]] = []
-        self._free: list[list[Tensor]] = []  # memory for the next copies
         self._views, self._addresses = list[Tensor](), list[int]()
         by_name = {group.name: group for group in watched}
         if chosen is None:
@@ -49,9 +47,7 @@ class Paths:
             return
         with torch.no_grad():
             here = self._here()
-            if not self._free:
-                self._free = list(map(list, zip(*map(_room, here), strict=True)))
-            copies = self._free.pop()
+            copies = [torch.empty_like(row, dtype=torch.float32) for row in here]  # with its strides
             torch._foreach_copy_(copies, here)  # one launch for all
         self._kept.append((slot, copies))
         self.points += 1
@@ -75,10 +71,3 @@ class Paths:
         kept, self._kept = self._kept, []
         rows = zip(*(copies for _, copies in kept), strict=True)
         return [slot for slot, _ in kept], [torch.stack(each).reshape(len(kept), -1) for each in rows]
-
-
-def _room(row: Tensor) -> tuple[Tensor, ...]:
-    """Memory for copies of a row, with its strides, so that all rows are copied in one launch."""
-    like = torch.empty_like(row, dtype=torch.float32)
-    shape, strides = (_AHEAD, *like.shape), (like.numel(), *like.stride())
-    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device).unbind()

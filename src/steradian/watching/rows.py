@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded, parameters_of
-from steradian.optim.rows import sharding
+from steradian.optim.rows import arithmetic, sharding
 from steradian.watching.records import listed
 
 __all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]
@@ -67,7 +67,6 @@ class WatchedGroup:
     def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
         found = [tensor.detach() for tensor in tensors]
-        found = [each if each.layout == torch.strided else each.to_dense() for each in found]
         if not self.sharded:
             return found
         if all(map(is_sharded, found)):
@@ -255,8 +254,7 @@ def place(watched: Iterable[WatchedGroup], *, key: Callable[[WatchedGroup], Any]
 
 def dtype_of(watched: Iterable[WatchedGroup]) -> torch.dtype:
     """The dtype of numbers per row: float64 if a parameter has it, else float32."""
-    wide = any(param.dtype == torch.float64 for group in watched for param in group.params)
-    return torch.float64 if wide else torch.float32
+    return arithmetic(param for group in watched for param in group.params)
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float | Tensor:
