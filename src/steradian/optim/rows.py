@@ -18,6 +18,7 @@ from steradian.groups import Layout
 
 Options = Mapping[str, Any]  # a param group
 State = dict[str, Tensor]
+States = Sequence[State]
 Function = Callable[[Tensor], Tensor]
 
 _PIECE = 2**18  # numbers of a tensor that one pass of a step works on, on a CPU: several temporaries stay in its cache
@@ -82,12 +83,7 @@ class RowSet:
     in_place: bool = True  # the rows are the owners' memory, not copies for one step
 
     def __init__(
-        self,
-        layout: Layout,
-        params: list[Tensor],
-        states: list[State],
-        absent: Sequence[State] = (),
-        fresh: bool = False,
+        self, layout: Layout, params: list[Tensor], states: States, absent: States = (), fresh: bool = False
     ) -> None:
         self.layout, self.params, self.states = layout, params, states  # the parameters all have a gradient
         self.absent = absent  # states of a joint set's parameters without: step count and numbers per row follow
