@@ -67,6 +67,7 @@ class WatchedGroup:
     def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
         found = [tensor.detach() for tensor in tensors]
+        found = [each if each.layout == torch.strided else each.to_dense() for each in found]
         if not self.sharded:
             return found
         if all(map(is_sharded, found)):
@@ -187,9 +188,7 @@ def watched_groups(
     return found, notes
 
 
-def _proposed(
-    optimizer: Optimizer, model: Model, names: Mapping[int, str]
-) -> Iterator[tuple[Group, list[Tensor], str]]:
+def _proposed(optimizer: Optimizer, model: Model, names: dict[int, str]) -> Iterator[tuple[Group, list[Tensor], str]]:
     """Groups of rows in the order of their precedence: proved, declared, then every parameter by itself."""
     rest: set[int] = set()
     if isinstance(model, Groups):

@@ -24,13 +24,11 @@ class WatchCallback(Watching, TrainerCallback):
         **options: the other options of `Watch`; `config` is by default the trainer's arguments.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start, after a checkpoint is restored."""
         with self.training_goes_on():
             first, config = state.global_step or None, args.to_sanitized_dict()
-            self.begin(found["optimizer"], found["model"], self.to, step=first, config=config)
+            self.begin(of["optimizer"], of["model"], self.to, step=first, config=config)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Record the numbers that the trainer logs."""

@@ -61,7 +61,7 @@ class ObservedSource(Source):
         self.optimizer = optimizer
         order = {id(settings): k for k, settings in enumerate(optimizer.param_groups)}
         self.watched = place(watched, key=lambda group: order[id(group.settings)])
-        self.device, self.row_dtype = watched[0].device, dtype_of(watched)
+        self.device, self.row_dtype = watched[0].device, dtype_of(watched)  # in which numbers are recorded
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
         # Torch's SGD over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
@@ -201,8 +201,7 @@ class ObservedSource(Source):
 
     def _ask(self, taken: Taken, name: str = "") -> Step | None:
         """The step that the reader sees; if there is none, or a wrong one, the reader is dropped."""
-        if self.reader is None:
-            return None
+        assert self.reader is not None
         of = f"its reader {getattr(self.reader, '__qualname__', self.reader)}"
         try:
             step = self.reader(taken)
@@ -244,15 +243,15 @@ class ObservedSource(Source):
         of_gradient = {}
         if "defect" not in self.missing:
             length = sums["gg"].sqrt()
-            defect = self._row(invariance_defect(gx / safe, length))
-            of_gradient = {"defect": defect, "gradient_norm": self._row(length)}
+            defect = invariance_defect(gx / safe, length).to(self.row_dtype)
+            of_gradient = {"defect": defect, "gradient_norm": length.to(self.row_dtype)}
             del length
         del xx, gx
         update, inward = moved.clamp(min=0).sqrt_(), along / safe
         across = moved.sub_(inward**2).clamp(min=0).sqrt_()  # η‖q^⊥‖; rounding may make the difference negative
-        found = {"update": self._row((update / safe).masked_fill_(radius == 0, 0))}
+        found = {"update": (update / safe).masked_fill_(radius == 0, 0).to(self.row_dtype)}
         share = (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1)
-        found |= {"radial_share": self._row(share), "lr": self._row(rates), **of_gradient}
+        found |= {"radial_share": share.to(self.row_dtype), "lr": rates.to(self.row_dtype), **of_gradient}
         del moved, along, update, share
         inward -= lost * radius  # η⟨q,u⟩
         start = radius * kept
@@ -261,20 +260,16 @@ class ObservedSource(Source):
             nu = start * scale
             length = (qq - (qx / safe) ** 2).clamp(min=0).sqrt_()
             speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else length
-            found |= {"nu": self._row(nu), "direction_norm": self._row(speed * nu)}
+            found |= {"nu": nu.to(self.row_dtype), "direction_norm": (speed * nu).to(self.row_dtype)}
         if scale is not None:
             scale /= rates
         # The image of a step of rate 1, so that nothing is divided by a rate of 0.
-        radius, start, inward, across = map(self._row, (radius, start, inward, across))
-        scale = None if scale is None else self._row(scale)
+        radius, start, inward, across = (each.to(self.row_dtype) for each in (radius, start, inward, across))
+        scale = None if scale is None else scale.to(self.row_dtype)
         image = ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale)
         if self._reads and scale is not None and image.radial is not None:
             found["radial"] = image.radial.masked_fill(scale.isnan(), torch.nan)
         return image, found
-
-    def _row(self, numbers: Tensor) -> Tensor:
-        """Numbers in the dtype in which they are recorded."""
-        return numbers.to(self.row_dtype)
 
     def nbytes(self) -> int:
         """The copies; before a step they are counted as if they were there."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian import geometry
-from steradian.image import ImageNumbers, ImageStep, image_of_rows
+from steradian.image import ImageNumbers, image_of_rows
 from steradian.phenomena import Memory
 from steradian.watching.rows import Piece, WatchedGroup
 from steradian.watching.sources import PHENOMENA, Quantities
@@ -64,7 +64,10 @@ class PhenomenaSource(ObservedSource):
         if step is None or piece.before is None:
             return
         before, gradient = geometry.as_float(piece.before, "x"), geometry.as_float(raw, "gradient")
-        found = {"deformation": _deformation(image_of_rows(before, step, check=False), step.a)}
+        image = image_of_rows(before, step, check=False)
+        # (a) is between c^⊥, which is along (a ⊘ b)^⊥, and a^⊥ (Section 4.1).
+        undivided = geometry.tangent(step.a.to(before.dtype), image.direction)
+        found = {"deformation": geometry.angle(image.tangential, undivided).squeeze(-1)}
         if self._remembers:
             memory = self._memories[id(group)]
             downhill = -gradient if group.settings.get("maximize") else gradient
@@ -81,26 +84,13 @@ class PhenomenaSource(ObservedSource):
         image, found = super().numbers(values, rates, decays)
         if self.reader is not None or self._reads:
             for name in PHENOMENA if self._remembers else PHENOMENA[:1]:
-                found[name] = self._row(values[..., self.columns.index(name)])
+                found[name] = values[..., self.columns.index(name)].to(self.row_dtype)
         return image, found
 
     def nbytes(self) -> int:
         """The copies, and the sums of past gradients and points."""
         sums = [rows for memory in self._memories.values() for rows in memory.state().values()]
         return super().nbytes() + sum(rows.nbytes for rows in sums)
-
-
-def _deformation(image: ImageStep, a: Tensor) -> Tensor:
-    """(a): the angle between c^⊥, along (a ⊘ b)^⊥, and a^⊥ (Section 4.1), with few passes over the rows.
-
-    With e the unit vector of the former it is atan2 of the parts of a^⊥ orthogonal to e and along e.
-    """
-    length = image.across
-    rest = a - geometry.dot(a, image.direction) * image.direction
-    share = geometry.dot(rest, image.tangential) / length.masked_fill(length == 0, 1).square().unsqueeze(-1)
-    rest = rest.addcmul_(share, image.tangential, value=-1)
-    angle = torch.atan2(geometry.norm(rest).squeeze(-1), share.squeeze(-1) * length)
-    return angle.masked_fill(length == 0, 0)
 
 
 def _other_momentum(watched: WatchedGroup) -> str:
