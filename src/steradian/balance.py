@@ -21,19 +21,10 @@ from torch.optim import SGD, Adam, Muon, NAdam, Optimizer, RAdam
 
 from steradian.groups import Groups, Layout
 
-__all__ = [
-    "Balance",
-    "Balanced",
-    "Equilibrium",
-    "adam",
-    "balance_of",
-    "equilibrium",
-    "lion",
-    "muon",
-    "register",
-    "register_angle",
-    "sgd",
-]
+__all__ = ["Balance", "Balanced", "Equilibrium", "adam", "balance_of", "equilibrium", "lion", "muon", "register"]
+__all__ += ["register_angle", "sgd"]
+
+Settings = Mapping[str, Any]  # a param group
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Balance:
         return radius, torch.where(free.bool(), (pace * rate).sqrt(), steady)
 
 
-Balanced = Callable[[Mapping[str, Any], int], Balance]
+Balanced = Callable[[Settings, int], Balance]
 """The equilibrium under the settings of a param group, for rows of d entries; `register` adds it to a class."""
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
@@ -92,7 +83,7 @@ def register_angle(kind: type[Optimizer]) -> None:
     _by_angle.add(kind)
 
 
-def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> Balance | str:
+def balance_of(optimizer: Optimizer, settings: Settings, size: int) -> Balance | str:
     """The equilibrium of rows under these settings, or the reason why there is none.
 
     Args:
@@ -122,7 +113,7 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
 
 
 @register(SGD)
-def sgd(settings: Mapping[str, Any], size: int) -> Balance:
+def sgd(settings: Settings, size: int) -> Balance:
     """SGD with L2, x' = x − ηm, m = βm + g + λx: r⁴ = ηγ²/(2λ(1−β)), θ² = 2ηλ/(1+β).
 
     Growth is η²γ²/((1−β)²r²) and decay 2ηλr²/(1−β). Without (b), r⁴ = ηγ²/(2λ(1−β²)) and θ² = 2ηλ. Dampening and
@@ -143,7 +134,7 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
 @register(NAdam)
 @register(RAdam)
 @register(Adam)
-def adam(settings: Mapping[str, Any], size: int) -> Balance:
+def adam(settings: Settings, size: int) -> Balance:
     """Adam, RAdam, NAdam: r³ = ηγ√d/(2λ), or decoupled r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r.
 
     A normalized step has the norm √d, so growth is η²d. Decoupled decay is 2ηλr², hence θ² = 2ηλ(1−β1)/(1+β1). Coupled
@@ -163,7 +154,7 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
 
 
 @register(Muon)
-def muon(settings: Mapping[str, Any], size: int) -> Balance:
+def muon(settings: Settings, size: int) -> Balance:
     """Muon: every step has one length, so θ² = 2ηλ(1−β)/(1+β), with Nesterov 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)).
 
     The radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
@@ -173,7 +164,7 @@ def muon(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(math.nan, power=0, root=2, pace=pace, free=True, shrink=2 * decay)
 
 
-def lion(settings: Mapping[str, Any], size: int) -> Balance:
+def lion(settings: Settings, size: int) -> Balance:
     """Lion: every step has the norm √d, and r² = ηds/(2λ), θ² = 2ηλ/s with s the sum of the correlations of steps.
 
     A step is the sign of c = β1 m + (1−β1)∇L(x). Signs of Gaussian numbers of correlation ρ have the correlation
@@ -233,8 +224,8 @@ def equilibrium(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
-    path = torch.as_tensor(0.0 if rates is None else rates, dtype=torch.float64, device="cpu")
-    if rates is not None and not (path.ndim == 1 and len(path) and bool((path >= 0).all())):
+    path = None if rates is None else torch.as_tensor(rates, dtype=torch.float64, device="cpu")
+    if path is not None and not (path.ndim == 1 and len(path) and bool((path >= 0).all())):
         raise ValueError(f"rates must be a number ≥ 0 for each step to come, got {rates!r}")
     found = []
     for name, settings, size, entry in _rows_of(optimizer, groups):
@@ -242,14 +233,14 @@ def equilibrium(
         given = radius.get(name) if isinstance(radius, Mapping) else radius
         # If the number of entries in a row is not known, only what does not depend on it is said.
         predictions = [
-            _predicted(optimizer, name, settings, d, rates, gamma, entry * d**0.5 if given is None else given)
+            _predicted(optimizer, name, settings, d, path, gamma, entry * d**0.5 if given is None else given)
             for d in ((1, 4) if size is None else (size,))
         ]
         found.append(predictions[0] if size else _agreed(*predictions))
     return found
 
 
-def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str, Mapping[str, Any], int | None, float]]:
+def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str, Settings, int | None, float]]:
     """Name, settings, size of a row (None: not known, or not the same) and root mean square entry of each group."""
     if groups is None:
         for k, settings in enumerate(optimizer.param_groups):
@@ -270,16 +261,10 @@ def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str,
 
 
 def _predicted(
-    optimizer: Optimizer,
-    name: str,
-    settings: Mapping[str, Any],
-    size: int,
-    rates: Sequence[float] | Tensor | None,
-    slopes: Any,
-    radius: float,
+    optimizer: Optimizer, name: str, settings: Settings, size: int, rates: Tensor | None, slopes: Any, radius: float
 ) -> Equilibrium:
     """The prediction for rows of one size; r* and θ* of all steps first, then the radius step by step."""
-    path = torch.as_tensor([float(settings["lr"])] if rates is None else rates, dtype=torch.float64, device="cpu")
+    path = torch.tensor([float(settings["lr"])], dtype=torch.float64, device="cpu") if rates is None else rates
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
         if settings.get("rows") is None:
             return Equilibrium(name, math.nan, radius, math.nan, "no rows: this group has a rate and not an angle")
@@ -355,6 +340,6 @@ def _single(beta: float, *, nesterov: bool) -> float:
     return (1 - beta) / (1 + beta)
 
 
-def _transported(settings: Mapping[str, Any]) -> bool:
+def _transported(settings: Settings) -> bool:
     """Whether the momentum moves with its rows: without (b)."""
     return settings.get("rows") is not None and "b" in settings.get("without", "")

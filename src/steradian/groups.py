@@ -534,7 +534,6 @@ def _table(groups: Sequence[Group], width: int | None) -> list[str]:
     for names, reason, group, _ in _merged(groups, " + "):
         spec = group.spec if isinstance(group.spec, str) else repr(group.spec)
         table.add_row(names, spec, f"{group.n_rows} × {group.size}", reason, f"{group.defect:.1e}")
-    console = Console(file=io.StringIO(), width=width or 10_000, markup=False, highlight=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    text = io.StringIO()
+    Console(file=text, width=width or 10_000, markup=False, highlight=False, emoji=False).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]

@@ -15,9 +15,8 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
     """The result of `find_groups`."""
     prober, params = measured.prober, measured.prober.parameters
     groups = Groups(params, pairs=pairs, partial=verdict.partial, passes=(prober.forwards, prober.backwards))
-    rows, groups.facts = (
-        [replace(group, reason=_reason(measured, group)) for group in found] for found in (verdict.rows, verdict.facts)
-    )
+    rows = [replace(group, reason=_reason(measured, group)) for group in verdict.rows]
+    groups.facts = [replace(group, reason=_reason(measured, group)) for group in verdict.facts]
     groups.groups = sorted(rows, key=lambda group: list(params).index(group.names[0]))
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]

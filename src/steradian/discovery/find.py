@@ -84,7 +84,6 @@ def find_groups(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise if the model cannot be probed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():

@@ -213,9 +213,7 @@ class Parts:
         return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
 
 
-def _parts(
-    measured: "Measurements", readings: Readings, names: Sequence[str], views: Sequence[Cuts]
-) -> Iterator[Parts]:
+def _parts(measured: "Measurements", readings: Readings, names: Sequence[str], views: list[Cuts]) -> Iterator[Parts]:
     """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
     for view in views:
         cuts = view or [()] * len(names)

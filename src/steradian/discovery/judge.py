@@ -81,8 +81,7 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> None:
     cut = finest(shape, trial) if active and math.prod(shape) > 1 else None
     if cut is None:
         if is_matrix(shape) and (found := partial_cut(shape, trial)):
-            which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-            verdict.partial[name] = which
+            verdict.partial[name] = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
         return
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
     one_filter = len(shape) > 1 and shape[1] == math.prod(shape)

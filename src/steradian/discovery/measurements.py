@@ -92,11 +92,9 @@ class Measurements:
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
         able = [name for name in names if not self.nonlinear((name,))]
-        balanced = [
-            n for n in able if n in self.may_be_invariant or self._mostly_balanced(n) or self.path((n,)).removed
-        ]
+        likely = [n for n in able if n in self.may_be_invariant or self._mostly_balanced(n) or self.path((n,)).removed]
         # A gain or a bias can only become a fact: it grows if that is next to certain.
-        certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
+        certain = [n for n in likely if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
         self.growing = dict.fromkeys([*certain, *self._in_sets], 1.0)
         # Some blocks may be invariant where others meet a nonlinearity, such as gates beside normalized queries.
         for name in [n for n in names if n not in self.growing and is_matrix(self.shapes[n])]:

@@ -311,10 +311,8 @@ class Prober:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
         if dtype not in self._made:
             self._made.clear()
-            parameters = self.parameters.items()
-            self._made[dtype] = {
-                n: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for n, p in parameters
-            }
+            made = {n: nn.Parameter(as_dtype(p, dtype), p.requires_grad) for n, p in self.parameters.items()}
+            self._made[dtype] = made
         return self._made[dtype]
 
     def _inputs(self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool) -> tuple[list[Any], dict[str, Any]]:

@@ -157,9 +157,7 @@ class _Widen(TorchFunctionMode):
         self.casts = dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), dtype)
         self.casts |= dict.fromkeys((Tensor.cfloat, Tensor.chalf), wide)  # type: ignore[attr-defined]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         wider, kwargs = self.wider, kwargs or {}
         if func in self.casts:
             return args[0].to(self.casts[func])

@@ -247,9 +247,7 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     """Angles of each scheme but the first with the first, over all filters of the network, (schemes − 1, filters)."""
     for training in trainings:
         training.queue.wait()
-    reference, *others = (
-        [geometry.split(rows.double(), check=False)[1] for rows in training.rows()] for training in trainings
-    )
+    reference, *others = ([geometry.split(rows.double(), check=False)[1] for rows in each.rows()] for each in trainings)
     found = [[geometry.angle(u, p).squeeze(-1) for u, p in zip(reference, other, strict=True)] for other in others]
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
 

@@ -146,13 +146,10 @@ def _tuning(results: Iterable[Result]) -> Figure:
     lines = []
     for method in sorted(found, key=method_order):
         x = sorted(found[method])
-        lines.append(
-            Line(method, x, [float(np.mean(found[method][angle])) for angle in x], colour=method_colour(method))
-        )
-    title = "The same angles for every method"
-    return Figure(
-        [Chart(title, "angle in equilibrium (mrad per step)", "validation accuracy (%)", lines)] if lines else []
-    )
+        means = [float(np.mean(found[method][angle])) for angle in x]
+        lines.append(Line(method, x, means, colour=method_colour(method)))
+    titles = "The same angles for every method", "angle in equilibrium (mrad per step)", "validation accuracy (%)"
+    return Figure([Chart(*titles, lines)] if lines else [])
 
 
 FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -298,22 +298,17 @@ def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` on the first Ctrl-C, SIGTERM or SIGHUP that is not ignored; the next has its usual effect."""
     main = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
-    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    with ExitStack() as before:
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        def first(*_: object) -> None:
+            before.close()
+            stop()
 
-    def first(*_: object) -> None:
-        restore()
-        stop()
-
-    for number in before:
-        signal.signal(number, first)
-    try:
+        for number in numbers:
+            if (handler := signal.getsignal(number)) != signal.SIG_IGN:
+                before.callback(signal.signal, number, handler)
+                signal.signal(number, first)
         yield
-    finally:
-        restore()
 
 
 def read_state(path: Path) -> Any:

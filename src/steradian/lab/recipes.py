@@ -30,9 +30,8 @@ Values = Mapping[str, Sequence[float]] | None
 
 def columns_of(data: str | None = None, columns: Names = None) -> list[tuple[str, str]]:
     """Network and data of the columns with such names; data that the paper lacks has a column for each network."""
-    every = [column for column in paper.COLUMNS if data in (None, column[1])]
-    if not every:
-        every = [(model, str(data)) for model in _NETWORKS]
+    known = [column for column in paper.COLUMNS if data in (None, column[1])]
+    every = known or [(model, str(data)) for model in _NETWORKS]
     found = {name: [c for c in every if match_name(name, (c[0], " ".join(c)))] for name in columns or ()}
     if unknown := [name for name, matches in found.items() if not matches]:
         raise ValueError(f"columns must be among {', '.join(' '.join(c) for c in every)}, got {', '.join(unknown)}")

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -92,20 +92,17 @@ class Queue:
         Capturing does not run the work, which must have run before and may only depend on memory that stays in place.
         """
         assert self.stream is not None, "only a GPU has graphs"
-        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.stream.device)
-        gc.disable()  # memory that is freed during a capture must not belong to others
-        try:
-            with self.here():
-                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
+        with ExitStack() as after:
+            if gc.isenabled():
+                after.callback(gc.enable)
+            gc.disable()  # memory that is freed during a capture must not belong to others
+            after.enter_context(self.here())
+            # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+            graph.capture_begin(capture_error_mode="thread_local")
+            after.callback(graph.capture_end)
+            work()
         return graph.replay
 
 
@@ -408,7 +405,6 @@ class Training:
         return {**copied(changing, device=device), "optimizers": states}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore it in place."""
         _fill(self.model, state["model"])
         settings = state.get("settings") or [[{} for _ in groups] for groups in self._settings]  # of older checkpoints
         for optimizer, saved, *more in zip(self.optimizers, state["optimizers"], settings, self._settings, strict=True):

@@ -39,6 +39,7 @@ class AdaGradG(RowOptimizer, emits=True):
     """
 
     update = staticmethod(reference.adagradg)
+    _step_rest = staticmethod(torch_updates.sgd)
     row_state = frozenset({"sum"})
     _marks = frozenset({"beta", "v0"})
     _fixes_radius = True
@@ -102,6 +103,3 @@ class AdaGradG(RowOptimizer, emits=True):
             check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
             fill(v, v0.reshape(-1).expand(len(v)))
         return state
-
-    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
-        torch_updates.sgd(params, states, group)

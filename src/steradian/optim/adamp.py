@@ -4,8 +4,6 @@ from torch import Tensor
 
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Params, RowOptimizer, settings
-from steradian.optim.checks import Options
-from steradian.optim.rows import State
 
 __all__ = ["AdamP"]
 
@@ -34,6 +32,7 @@ class AdamP(RowOptimizer, emits=True):
     """
 
     update = staticmethod(reference.adamp)
+    _step_rest = staticmethod(torch_updates.adamp)
     _marks = frozenset({"wd_ratio"})
 
     def __init__(
@@ -50,6 +49,3 @@ class AdamP(RowOptimizer, emits=True):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
-
-    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
-        torch_updates.adamp(params, states, group)

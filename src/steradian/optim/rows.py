@@ -18,6 +18,7 @@ from steradian.groups import Layout
 
 Options = Mapping[str, Any]  # a param group
 State = dict[str, Tensor]
+States = Sequence[State]
 Function = Callable[[Tensor], Tensor]
 
 _PIECE = 2**18  # numbers of a tensor that one pass of a step works on, on a CPU: several temporaries stay in its cache
@@ -82,12 +83,7 @@ class RowSet:
     in_place: bool = True  # the rows are the owners' memory, not copies for one step
 
     def __init__(
-        self,
-        layout: Layout,
-        params: list[Tensor],
-        states: list[State],
-        absent: Sequence[State] = (),
-        fresh: bool = False,
+        self, layout: Layout, params: list[Tensor], states: States, absent: States = (), fresh: bool = False
     ) -> None:
         self.layout, self.params, self.states = layout, params, states  # the parameters all have a gradient
         self.absent = absent  # states of a joint set's parameters without: step count and numbers per row follow
@@ -280,7 +276,6 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
 
 _SMALL = 2**12  # numbers in a row set from which on the arithmetic takes longer than the calls
 _MATRICES = 2**27  # numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def together(sets: list[RowSet]) -> Iterable[RowSet]:
@@ -326,7 +321,7 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
         return False
     (param,), (gradient,), [cut] = rows.params, rows._tensors("grad"), rows._cuts
     return all(
-        type(each) in _PLAIN
+        type(each) in (Tensor, nn.Parameter)
         and each.dtype == param.dtype
         and (cut.is_dense(each) if each.shape == param.shape else each.is_contiguous())
         for each in (param, gradient, *entries)

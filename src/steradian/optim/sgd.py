@@ -5,7 +5,7 @@ from torch import Tensor
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Params, RowOptimizer, settings
 from steradian.optim.checks import Options, check
-from steradian.optim.rows import State, peak_rate
+from steradian.optim.rows import peak_rate
 
 __all__ = ["SGD"]
 
@@ -39,6 +39,7 @@ class SGD(RowOptimizer, emits=True):
 
     update = staticmethod(reference.sgd)
     _rest_pace = staticmethod(reference.sgd_pace)
+    _step_rest = staticmethod(torch_updates.sgd)
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
 
@@ -69,6 +70,3 @@ class SGD(RowOptimizer, emits=True):
 
     def _entries(self, group: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if self._updates_rows(group) else ()  # torch makes its own in the first step
-
-    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
-        torch_updates.sgd(params, states, group)

@@ -9,19 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Replicate, zeros
 
 from steradian.groups import Layout
-from steradian.optim.rows import Function, RowSet, State
+from steradian.optim.rows import Function, RowSet, States
 
 
 def _stays_whole(param: DTensor, layout: Layout) -> bool:
     """Whether every row of a sharded parameter is whole on one rank."""
     slices = not param.ndim or layout.blocks(param.shape)[0] == param.shape[0]
-    return all(
-        isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0 and slices)
-        for placement in param.placements
-    )
+    return all(placement.is_replicate() or (slices and placement.is_shard(0)) for placement in param.placements)
 
 
 def part(tensor: DTensor, layout: Layout) -> Tensor:
@@ -68,9 +65,7 @@ class ShardedRowSet(RowSet):
 
     sharded = True
 
-    def __init__(
-        self, layout: Layout, params: list[DTensor], states: list[State], absent: list[State], fresh: bool
-    ) -> None:
+    def __init__(self, layout: Layout, params: list[DTensor], states: States, absent: States, fresh: bool) -> None:
         self.in_place = all(_stays_whole(param, layout) for param in params)
         parts = [self._here(param) for param in params]
         own = [{k: self._here(v) if isinstance(v, DTensor) else v for k, v in state.items()} for state in states]

@@ -1,6 +1,5 @@
 """The update of parameters without rows: torch's own, bit for bit, and AdamP's without projection."""
 
-from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -8,9 +7,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import Options, State, exact, rate_of
-
-States = Sequence[State]
+from steradian.optim.rows import Options, States, exact, rate_of
 
 _KIND, _GRAD = attrgetter("device", "dtype"), attrgetter("grad")
 

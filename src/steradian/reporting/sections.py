@@ -133,12 +133,12 @@ class Figure:
 
     id: str  #: of its element
     kind: str  #: the function in assets/ that draws it
-    needs: tuple[str, ...]  #: quantities, or what `PageRun.recorded` names; "pairs": trajectories in several runs
+    needs: Sequence[str]  #: quantities, or what `PageRun.recorded` names; "pairs": trajectories in several runs
     title: str = ""  #: HTML
     caption: str = ""  #: what it shows, HTML
-    controls: tuple[str, ...] = ()  #: its own selectors
+    controls: Sequence[str] = ()  #: its own selectors
     paper: str = ""  #: the figure of the paper that it corresponds to, HTML
-    bound: tuple[float, str] | None = None  #: a value that is drawn as a line, and its name
+    bound: Sequence[Any] | None = None  #: a value that is drawn as a line, and its name
     signed: bool = False  #: absolute values are drawn, but only positive ones can pass the bound
 
 
@@ -149,7 +149,7 @@ class Section:
     id: str
     title: str
     text: str
-    figures: tuple[Figure, ...]
+    figures: Sequence[Figure]
     paper: str = ""
 
 
@@ -159,11 +159,8 @@ def asset(name: str) -> str:
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """Texts in one line, lists as tuples."""
-    return {
-        key: " ".join(of.split()) if isinstance(of, str) else tuple(of) if isinstance(of, list) else of
-        for key, of in entry.items()
-    }
+    """Texts in one line."""
+    return {key: " ".join(of.split()) if isinstance(of, str) else of for key, of in entry.items()}
 
 
 SECTIONS = tuple(
@@ -183,14 +180,14 @@ def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
     for section in SECTIONS:
         figures = [each for each in section.figures if any(lacks(each, run, runs) is None for run in runs)]
         if figures:
-            found.append(replace(section, figures=tuple(each for each in figures if each.id not in less)))
+            found.append(replace(section, figures=[each for each in figures if each.id not in less]))
     order = ["run", "heat"] if blocks else []
     return sorted(found, key=lambda section: order.index(section.id) if section.id in order else len(order))
 
 
 def lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
     """Why a run cannot be in a figure; None if it can."""
-    if figure.needs == ("pairs",):
+    if "pairs" in figure.needs:
         return None if len(runs) > 1 and "paths" in run.recorded else "it takes several runs that follow the same rows"
     absent = [need for need in figure.needs if need not in run.recorded]
     if not absent or (figure.kind == "phenomena" and len(absent) < len(figure.needs)):

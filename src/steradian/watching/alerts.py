@@ -65,7 +65,6 @@ def _hypotheses(block: Block) -> Iterator[Alert]:
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:
-    """NaN or infinite weights or gradients."""
     found = [
         _alert(block, k, g, "not finite", what)
         for quantity, what in (("radius", "weights"), ("gradient_norm", "gradient"))

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ class _Copy:
         return tree_unflatten(self._leaves, self._form)
 
 
+@dataclass(eq=False)
 class Flush:
     """Collects observed steps in the buffers, one for each source, and makes blocks of them.
 
@@ -93,28 +95,23 @@ class Flush:
     `rows_every`-th one (0: never). Sharded rows are gathered on rank 0.
     """
 
-    def __init__(
-        self,
-        run: str,
-        buffers: Sequence[Buffer],
-        *,
-        record_rows: frozenset[str],
-        rows_every: int,
-        paths: Paths,
-        imbalance: Imbalance | None,
-    ) -> None:
-        self.run, self.buffers = run, buffers
-        self.sharded = any(group.sharded for buffer in buffers for group in buffer.watched)
-        self.paths, self.imbalance = paths, imbalance
-        self.record_rows, self.rows_every = record_rows, rows_every
-        self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
+    run: str
+    buffers: Sequence[Buffer]
+    record_rows: frozenset[str]
+    rows_every: int
+    paths: Paths
+    imbalance: Imbalance | None
+
+    def __post_init__(self) -> None:
+        self.sharded = any(group.sharded for buffer in self.buffers for group in buffer.watched)
+        self.names = tuple(group.name for buffer in self.buffers for group in buffer.watched)
         self.observations = 0
         self.complete = True  # no watched group is gone
-        ends = list(accumulate(len(buffer.watched) for buffer in buffers))
+        ends = list(accumulate(len(buffer.watched) for buffer in self.buffers))
         # The places of each buffer's groups among all.
-        self._spans = [slice(end - len(buffer.watched), end) for buffer, end in zip(buffers, ends, strict=True)]
-        self._params = [[param for group in buffer.watched for param in group.params] for buffer in buffers]
-        self._room = min((buffer.steps for buffer in buffers), default=1)
+        self._spans = [slice(end - len(buffer.watched), end) for buffer, end in zip(self.buffers, ends, strict=True)]
+        self._params = [[param for group in buffer.watched for param in group.params] for buffer in self.buffers]
+        self._room = min((buffer.steps for buffer in self.buffers), default=1)
         self.began = time.monotonic()  # when `seconds` is 0
         self.seconds = 0.0  # at the last observed step
         # In the buffers:
@@ -190,7 +187,6 @@ class Flush:
         self._last_step = None
 
     def _reduce(self) -> None:
-        """Reduce what is in the buffers, on their devices."""
         active = np.array(self._active, dtype=bool)
         count, first = len(self._steps), self.observations - len(self._steps)
         whole = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]

@@ -280,9 +280,7 @@ class Calls(Sink):
     `log` gets {"radius/conv1.weight/median": 1.0, …} and the step; `statistics` are those to log.
     """
 
-    def __init__(
-        self, log: Callable[[dict[str, float], int], object], *, statistics: Sequence[str] = ("median",)
-    ) -> None:
+    def __init__(self, log: Callable[[dict[str, float], int], Any], *, statistics: Sequence[str] = ("median",)) -> None:
         unknown = sorted(set(statistics) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics must be out of {STATISTICS}, got {unknown}")

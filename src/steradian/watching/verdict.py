@@ -73,9 +73,7 @@ def verdict(run: RecordedRun) -> list[Sentence]:
     return judge(History.of_table(run.table), run.about, records.labels(run), records.alerts_of(run.alerts))
 
 
-def judge(
-    history: "History", about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
-) -> list[Sentence]:
+def judge(history: "History", about: Mapping[str, Any], labels: dict[str, str], alerts: list[Alert]) -> list[Sentence]:
     """The verdict from the numbers, the contents of run.json, the labels of its groups and its alerts."""
     if not len(history.steps):
         return []
@@ -162,9 +160,7 @@ def _ratio(one: Any, other: Any) -> Numbers:
 class _Run:
     """A history, its groups in the order of run.json, with what run.json says of them; masks are over groups."""
 
-    def __init__(
-        self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
-    ) -> None:
+    def __init__(self, history: History, about: Mapping[str, Any], labels: dict[str, str], alerts: list[Alert]) -> None:
         self.about, self.alerts, self.steps = about, alerts, history.steps
         self.entries = about["groups"]
         self.groups = [entry["name"] for entry in self.entries]

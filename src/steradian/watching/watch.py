@@ -46,6 +46,7 @@ __all__ = ["Options", "Watch", "counted_steps", "inner_optimizers", "watch"]
 
 logger = logging.getLogger("steradian")
 
+Optimizers = Optimizer | Sequence[Optimizer]
 _SECONDS = 30.0  # observed steps are flushed at least this often
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # torch's wrapper around `step`, which calls the hooks
 _OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # post-hooks of watches, which do not change the weights
@@ -53,7 +54,7 @@ _NONE_PROVED = "no watched weight is known to be invariant: pass what find_group
 
 
 def watch(
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizers,
     model_or_groups: Model = None,
     *,
     to: Any = None,
@@ -114,14 +115,7 @@ class Watch:
     """
 
     @torch.inference_mode(False)
-    def __init__(
-        self,
-        optimizer: Optimizer | Sequence[Optimizer],
-        model_or_groups: Model = None,
-        *,
-        to: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, optimizer: Optimizers, model_or_groups: Model = None, *, to: Any = None, **options: Any) -> None:
         self.optimizers = inner_optimizers(optimizer)
         parts = model_or_groups if isinstance(model_or_groups, list | tuple) else [model_or_groups]
         if not isinstance(model_or_groups, Groups | None) and not all(isinstance(part, nn.Module) for part in parts):

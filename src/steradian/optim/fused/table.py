@@ -254,7 +254,6 @@ class Plan:
             stack.copy_(orthogonalized(stack))
 
     def _set_addresses(self, params: list[Any], gradients: list[Any], states: list[Any]) -> None:
-        """Where parameters, gradients and states lie now."""
         self.host_lines[:, 0] = params
         self.host_lines[:, 1] = gradients
         self.host_lines[:, 2:5] = np.reshape(states, (-1, 3))

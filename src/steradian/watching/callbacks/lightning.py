@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, Watching
+from steradian.watching.callbacks import Watching
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -33,10 +33,8 @@ class WatchCallback(Watching, Callback):
         **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
     """
 
-    def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        Watching.__init__(self, groups, to=to, **options)
-        self._next_step: int | None = None
-        self._logged_at = 0
+    _next_step: int | None = None
+    _logged_at = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start, after checkpoints are restored and the sanity check is over."""
@@ -57,9 +55,8 @@ class WatchCallback(Watching, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what the module logged, such as a validation accuracy; the loss of the step is recorded already."""
-        metrics = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        metrics.pop("loss", None)
-        self.record(metrics)
+        metrics = trainer.callback_metrics.items()
+        self.record({name: value for name, value in metrics if value.numel() == 1 and name != "loss"})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop; the loggers are still open."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 
+from steradian.geometry import as_float
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
 from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_foreign, reader_of
@@ -60,7 +61,7 @@ class ObservedSource(Source):
         self.optimizer = optimizer
         order = {id(settings): k for k, settings in enumerate(optimizer.param_groups)}
         self.watched = place(watched, key=lambda group: order[id(group.settings)])
-        self.device, self.row_dtype = watched[0].device, dtype_of(watched)
+        self.device, self.row_dtype = watched[0].device, dtype_of(watched)  # in which numbers are recorded
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
         # Torch's SGD over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
@@ -179,10 +180,10 @@ class ObservedSource(Source):
             return None
         if self.foreign:
             return replace(self._step, a=piece.state["a"], b=piece.state["b"])
-        param = _computed(piece.now).detach()
+        param = as_float(piece.now, "param").detach()
         param.grad = gradient.to(param.dtype)
         settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
-        before = None if piece.before is None else _computed(piece.before)
+        before = None if piece.before is None else as_float(piece.before, "before")
         return self._ask(Taken(param, settings, piece.state, before))
 
     def _read_parts(self, group: WatchedGroup, parts: list[Piece]) -> list[Piece]:
@@ -243,36 +244,33 @@ class ObservedSource(Source):
         of_gradient = {}
         if "defect" not in self.missing:
             length = sums["gg"].sqrt()
-            defect = self._row(invariance_defect(gx / safe, length))
-            of_gradient = {"defect": defect, "gradient_norm": self._row(length)}
+            defect = invariance_defect(gx / safe, length).to(self.row_dtype)
+            of_gradient = {"defect": defect, "gradient_norm": length.to(self.row_dtype)}
             del length
         del xx, gx
         update, inward = moved.clamp(min=0).sqrt_(), along / safe
-        across = _root(moved.sub_(inward**2))  # η‖q^⊥‖
-        found = {"update": self._row((update / safe).masked_fill_(radius == 0, 0))}
+        across = moved.sub_(inward**2).clamp(min=0).sqrt_()  # η‖q^⊥‖; rounding may make the difference negative
+        found = {"update": (update / safe).masked_fill_(radius == 0, 0).to(self.row_dtype)}
         share = (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1)
-        found |= {"radial_share": self._row(share), "lr": self._row(rates), **of_gradient}
+        found |= {"radial_share": share.to(self.row_dtype), "lr": rates.to(self.row_dtype), **of_gradient}
         del moved, along, update, share
         inward -= lost * radius  # η⟨q,u⟩
         start = radius * kept
         scale = (sums["bb"] / self._sizes).sqrt_() if reads else None
         if scale is not None and any(group.label == INVARIANT for group in self.watched):
             nu = start * scale
-            speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
-            found |= {"nu": self._row(nu), "direction_norm": self._row(speed * nu)}
+            length = (qq - (qx / safe) ** 2).clamp(min=0).sqrt_()
+            speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else length
+            found |= {"nu": nu.to(self.row_dtype), "direction_norm": (speed * nu).to(self.row_dtype)}
         if scale is not None:
             scale /= rates
         # The image of a step of rate 1, so that nothing is divided by a rate of 0.
-        radius, start, inward, across = map(self._row, (radius, start, inward, across))
-        scale = None if scale is None else self._row(scale)
+        radius, start, inward, across = (each.to(self.row_dtype) for each in (radius, start, inward, across))
+        scale = None if scale is None else scale.to(self.row_dtype)
         image = ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale)
         if self._reads and scale is not None and image.radial is not None:
             found["radial"] = image.radial.masked_fill(scale.isnan(), torch.nan)
         return image, found
-
-    def _row(self, numbers: Tensor) -> Tensor:
-        """Numbers in the dtype in which they are recorded."""
-        return numbers.to(self.row_dtype)
 
     def nbytes(self) -> int:
         """The copies; before a step they are counted as if they were there."""
@@ -285,21 +283,11 @@ class ObservedSource(Source):
 def _difference(taken: Taken, step: Step) -> str:
     """How a step differs from the one that the weights took; "" if it does not. The host waits for the answer."""
     assert taken.before is not None
-    x = _computed(taken.before)
-    moved, predicted = x - _computed(taken.param), step.lr * (step.decay * x + step.a / step.b)
+    x = as_float(taken.before, "before")
+    moved, predicted = x - as_float(taken.param, "param"), step.lr * (step.decay * x + step.a / step.b)
     missed, length, expected, radius = (each.norm() for each in (moved - predicted, moved, predicted, x))
     allowed = _AGREES * length + _ULPS * torch.finfo(taken.param.dtype).eps * radius
     if missed <= allowed or not length.isfinite():
         return ""
     error, times = missed / length, expected / length
     return f"has a relative error of {error:.2g} and is {times:.3g} times as long as the real step"
-
-
-def _computed(rows: Tensor) -> Tensor:
-    """Rows in the dtype that they are computed in."""
-    return rows.float() if rows.dtype.itemsize < 4 else rows
-
-
-def _root(square: Tensor) -> Tensor:
-    """The root of a difference that rounding may have made negative."""
-    return square.clamp(min=0).sqrt()

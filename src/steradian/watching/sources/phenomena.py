@@ -81,7 +81,7 @@ class PhenomenaSource(ObservedSource):
         image, found = super().numbers(values, rates, decays)
         if self.reader is not None or self._reads:
             for name in PHENOMENA if self._remembers else PHENOMENA[:1]:
-                found[name] = self._row(values[..., self.columns.index(name)])
+                found[name] = values[..., self.columns.index(name)].to(self.row_dtype)
         return image, found
 
     def nbytes(self) -> int:

@@ -69,10 +69,8 @@ class TelemetrySource(Source):
         """The telemetry of the watched rows with their places; one piece for all (None) if it is contiguous."""
         there = [group for group in self.watched if group.params[0] in telemetry]
         found = [telemetry.place(group.params[0]) for group in there]
-        contiguous = len(there) == len(self.watched) and all(
-            one[0] == other[0] and one[1].stop == other[1].start for one, other in pairwise(found)
-        )
-        if found and contiguous:
+        contiguous = all(one[0] == other[0] and one[1].stop == other[1].start for one, other in pairwise(found))
+        if found and contiguous and len(there) == len(self.watched):
             (buffer, first), (_, last) = found[0], found[-1]
             return [(telemetry.buffers[buffer][first.start : last.stop], None)]
         return [(telemetry[group.params[0]], group.span) for group in there]
