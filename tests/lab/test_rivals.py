@@ -118,6 +118,12 @@ def test_a_watch_sees_the_angle_of_hyperball():
     assert param.norm().item() == pytest.approx(before.norm().item(), rel=1e-6)
 
 
-def test_hyperball_takes_whole_tensors_alone():
-    with pytest.raises(ValueError, match="rows must be"):
-        Hyperball([{"params": [torch.nn.Parameter(torch.ones(2, 3))], "rows": "filter"}], 0.01)
+def test_hyperball_turns_blocks_as_matrices_of_their_own():
+    """Heads: blocks of rows of one matrix, each with its own norm."""
+    start, found, lr, beta = np.random.default_rng(0).normal(size=(6, 4)), gradients((6, 4)), 0.05, 0.95
+    whole, *heads = (torch.nn.Parameter(torch.from_numpy(part.copy())) for part in (start, *np.split(start, 3)))
+    moved = run(Hyperball([{"params": [whole], "rows": 3}], lr, beta), whole, found)
+    for k, head in enumerate(heads):
+        parts = [np.split(gradient, 3)[k] for gradient in found]
+        alone = run(Hyperball([{"params": [head], "rows": "tensor"}], lr, beta), head, parts)
+        np.testing.assert_allclose(np.split(moved, 3)[k], alone, rtol=1e-12)

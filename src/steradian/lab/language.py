@@ -186,17 +186,18 @@ def _optimizers(config: Config, groups: Groups, shape: Shape) -> list[Optimizer]
     muon = partial(torch.optim.Muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
     (on_spheres, others), made = METHODS[config.method], list[Optimizer]()
     turned: dict[str, Any] = {"lr": 0.2 * config.lr / shape.spread, "momentum": config.momentum}
-    if on_spheres == "all tensors":
-        made.append(Hyperball([{"params": list(matrices.values()), "rows": "tensor"}], **turned))
-    elif on_spheres:
-        rows = [{"params": list(matrices.values()), "rows": "filter"}]
+    if on_spheres:
+        rows = [{"params": list(matrices.values()), "rows": "tensor" if on_spheres == "all tensors" else "filter"}]
         if on_spheres == "proved rows":
             rows = [group for group in groups.param_groups() if group.get("rows") is not None]
             matrices = {name: p for name, p in matrices.items() if name not in groups.layouts}
-        turned |= {"nesterov": True, "direction": "muon"}
-        if others == "AdamW":
-            turned |= {"momentum": config.betas[0], "beta2": config.betas[1], "nesterov": False, "direction": "adam"}
-        made.append(optim.Angular(rows, **turned))
+        if "Hyperball" in config.method:
+            made.append(Hyperball(rows, **turned))
+        elif others == "AdamW":
+            turned |= {"momentum": config.betas[0], "beta2": config.betas[1], "direction": "adam"}
+            made.append(optim.Angular(rows, **turned))
+        else:
+            made.append(optim.Angular(rows, **turned, nesterov=True, direction="muon"))
     if others:
         make: Callable[..., Optimizer] = adamw if others == "AdamW" else muon
         made.append(make(list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay))
@@ -209,11 +210,15 @@ METHODS = {
     "AdamW": ("", "AdamW"),
     "Muon": ("", "Muon"),
     "Muon, proved rows Angular": ("proved rows", "Muon"),
+    "Muon, proved rows Hyperball": ("proved rows", "Muon"),
     "AdamW, proved rows Angular": ("proved rows", "AdamW"),
     "Angular on all rows": ("all rows", ""),
     "Hyperball on all tensors": ("all tensors", ""),
 }
-"""By name: which matrices of the blocks are on spheres, and what steps the others. AdamW steps all other parameters."""
+"""By name: which matrices of the blocks are on spheres, and what steps the others. AdamW steps all other parameters.
+
+Hyperball differs from Angular along Muon's direction in the momentum, which it does not transport.
+"""
 
 _CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from steradian.geometry import dot, norm
 from steradian.optim import RowOptimizer, torch_updates
 from steradian.optim.base import Params
-from steradian.optim.checks import check
 from steradian.optim.reference import orthogonalized
 from steradian.optim.rows import Options, RowSet, by_shape, rate_of
 from steradian.optim.transport import emit
@@ -34,7 +33,7 @@ def _rotational(rows: RowSet, group: Options) -> None:
 
 
 def _hyperball(rows: RowSet, group: Options) -> None:
-    """`Hyperball` on tensors of one shape; a tensor whose u is 0 stays."""
+    """`Hyperball` on rows of one shape; a row whose u is 0 stays."""
     rows.advance()
     beta = group["momentum"]
     for piece, (x, gradient, m) in rows.pieces("param", "grad", "momentum_buffer"):
@@ -97,22 +96,18 @@ class Rotational(RowOptimizer, emits=True):
 
 
 class Hyperball(Rotational, emits=True):
-    """Hyperball with Muon's direction (2026), on whole tensors of fixed Frobenius norm R.
+    """Hyperball with Muon's direction (2026), on whole tensors of fixed Frobenius norm R, or on other rows.
 
     m ← β m + ∇L(W);  u = NS(∇L(W) + β m), the five Newton–Schulz steps of `torch.optim.Muon`;  W' = R N(W − η R N(u)).
-    A tensor turns by arctan η if u is orthogonal to it.
+    A row turns by arctan η if u is orthogonal to it. The momentum is not transported.
 
     Args:
-        params: param groups; those with the key "rows" must have the spec "tensor".
+        params: param groups with the key "rows"; the authors' have the spec "tensor".
         **options: as for `Rotational`; weight_decay is L2 of parameters without rows.
     """
 
     update = staticmethod(_hyperball)
     row_state = frozenset()
-
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
-        check(group.get("rows") in (None, "tensor"), "rows", group.get("rows"), '"tensor" or None')
 
     def _together(self, sets: list[RowSet], group: dict[str, Any]) -> list[RowSet]:
         return list(by_shape(sets))
