@@ -190,6 +190,7 @@ def test_a_table_has_bits_per_byte(tmp_path, monkeypatch, capsys, flag):
             results.append(Result(config, {**curves, "test_accuracy": [60.0]}, diverged=math.isnan(loss)))
         Store(tmp_path / "results" / f"{name}.json").add(results)
 
+    monkeypatch.setenv("COLUMNS", "200")  # on narrow screens cells are folded
     stored("grid", {("Muon", 0.1, 0): math.log(2), ("Muon", 0.2, 0): 2 * math.log(2), ("AdamW", 0.1, 0): math.nan})
     stored("seeds", {("Muon", 0.1, 1): math.log(2), ("Muon", 0.1, 2): 2 * math.log(2)})
     monkeypatch.chdir(tmp_path)
