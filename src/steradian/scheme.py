@@ -1,5 +1,6 @@
 """Any optimizer read as the generic scheme x' = (1 − ηδ)x − η a ⊘ b, a = β a_prev + ∇L(x) + λx (Section 2.2)."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -116,6 +117,7 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
 
     def add(reader: Reader) -> Reader:
         _readers[kind] = reader
+        _foreign.cache_clear()
         return reader
 
     return add
@@ -187,11 +189,15 @@ def _update_of(kind: type[Any]) -> tuple[Any, Any]:
     return inspect.unwrap(kind.step), getattr(kind, "update", None)
 
 
-def is_foreign(kind: type[Optimizer]) -> bool:
-    """Whether the step of a class of optimizers, or the function that reads it, is neither torch's nor ours."""
+@functools.cache
+def _foreign(kind: type[Optimizer]) -> bool:
     functions = (*_update_of(kind), _find_reader(kind))
     modules = [str(getattr(function, "__module__", "")) for function in functions if function is not None]
     return any(module.partition(".")[0] not in ("torch", "steradian") for module in modules)
+
+
+is_foreign: Callable[[Any], bool] = _foreign
+"""Whether the step of a class of optimizers, or the function that reads it, is neither torch's nor ours."""
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

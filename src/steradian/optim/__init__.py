@@ -10,16 +10,5 @@ from steradian.optim.base import RowOptimizer
 from steradian.optim.sgd import SGD
 from steradian.optim.telemetry import TELEMETRY, Telemetry
 
-__all__ = [
-    "SGD",
-    "TELEMETRY",
-    "AdaGradG",
-    "Adam",
-    "AdamG",
-    "AdamP",
-    "AdamS",
-    "AdamSRT",
-    "Angular",
-    "RowOptimizer",
-    "Telemetry",
-]
+__all__ = ["SGD", "TELEMETRY", "AdaGradG", "Adam", "AdamG", "AdamP", "AdamS", "AdamSRT", "Angular", "RowOptimizer"]
+__all__ += ["Telemetry"]

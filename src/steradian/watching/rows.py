@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded, parameters_of
-from steradian.optim.rows import arithmetic, sharding
+from steradian.optim.rows import sharding
 from steradian.watching.records import listed
 
 __all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]
@@ -253,7 +253,8 @@ def place(watched: Iterable[WatchedGroup], *, key: Callable[[WatchedGroup], Any]
 
 def dtype_of(watched: Iterable[WatchedGroup]) -> torch.dtype:
     """The dtype of numbers per row: float64 if a parameter has it, else float32."""
-    return arithmetic(param for group in watched for param in group.params)
+    wide = any(param.dtype == torch.float64 for group in watched for param in group.params)
+    return torch.float64 if wide else torch.float32
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float | Tensor:

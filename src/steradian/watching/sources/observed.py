@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Muon, Optimizer
 
-from steradian.geometry import as_float
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
 from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_foreign, reader_of
@@ -180,10 +179,10 @@ class ObservedSource(Source):
             return None
         if self.foreign:
             return replace(self._step, a=piece.state["a"], b=piece.state["b"])
-        param = as_float(piece.now, "param").detach()
+        param = _computed(piece.now).detach()
         param.grad = gradient.to(param.dtype)
         settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
-        before = None if piece.before is None else as_float(piece.before, "before")
+        before = None if piece.before is None else _computed(piece.before)
         return self._ask(Taken(param, settings, piece.state, before))
 
     def _read_parts(self, group: WatchedGroup, parts: list[Piece]) -> list[Piece]:
@@ -283,11 +282,16 @@ class ObservedSource(Source):
 def _difference(taken: Taken, step: Step) -> str:
     """How a step differs from the one that the weights took; "" if it does not. The host waits for the answer."""
     assert taken.before is not None
-    x = as_float(taken.before, "before")
-    moved, predicted = x - as_float(taken.param, "param"), step.lr * (step.decay * x + step.a / step.b)
+    x = _computed(taken.before)
+    moved, predicted = x - _computed(taken.param), step.lr * (step.decay * x + step.a / step.b)
     missed, length, expected, radius = (each.norm() for each in (moved - predicted, moved, predicted, x))
     allowed = _AGREES * length + _ULPS * torch.finfo(taken.param.dtype).eps * radius
     if missed <= allowed or not length.isfinite():
         return ""
     error, times = missed / length, expected / length
     return f"has a relative error of {error:.2g} and is {times:.3g} times as long as the real step"
+
+
+def _computed(rows: Tensor) -> Tensor:
+    """Rows in the dtype that they are computed in."""
+    return rows.float() if rows.dtype.itemsize < 4 else rows
