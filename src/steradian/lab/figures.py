@@ -148,7 +148,11 @@ def _tuning(results: Iterable[Result]) -> Figure:
         x = sorted(found[method])
         means = [float(np.mean(found[method][angle])) for angle in x]
         lines.append(Line(method, x, means, colour=method_colour(method)))
-    titles = "The same angles for every method", "angle in equilibrium (mrad per step)", "validation accuracy (%)"
+    titles = (
+        "The same nominal angles for every method",
+        "angle in equilibrium (mrad per step)",
+        "validation accuracy (%)",
+    )
     return Figure([Chart(*titles, lines)] if lines else [])
 
 
@@ -276,18 +280,16 @@ def _turns(medians: pd.DataFrame, about: About) -> Rows:
 
 def _layers(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
     """The root mean square of every layer's angle by epoch, and its median over the steps of each third."""
-    charts, lines = list[Chart](), list[list[str]]()
+    chart, lines = Chart("Root mean square over a layer's filters", "epoch", "angle per step (rad)", [], True), []
     for run, method, colour in _by_method(about):
         own = _pick(table, run=run, quantity="angle", statistic="rms")
         layers = own.pivot(index="step", columns="group", values="value")
         if layers.empty:
             continue
-        x, shown = (layers.index / about[run]["steps"]).tolist(), (0, _BEFORE_ZERO * about[run]["config"]["epochs"])
-        curves = [Line("", x, layers[name].tolist(), colour=colour, thin=True) for name in layers]
-        curves.append(Line(f"{method}, median layer", x, layers.median(axis=1).tolist(), colour=colour))
-        charts.append(
-            Chart("Root mean square over a layer's filters", "epoch", "angle per step (rad)", curves, True, shown)
-        )
+        chart = replace(chart, x_range=(0, _BEFORE_ZERO * about[run]["config"]["epochs"]))
+        x = (layers.index / about[run]["steps"]).tolist()
+        chart.lines.extend(Line("", x, layers[name].tolist(), colour=colour, thin=True) for name in layers)
+        chart.lines.append(Line(f"{method}, median layer", x, layers.median(axis=1).tolist(), colour=colour))
         # Of all steps: those at the start were recorded more often.
         every = layers.reindex(range(layers.index[-1] + 1)).interpolate(method="index")
         thirds = np.array_split(np.arange(len(every)), 3)
@@ -295,8 +297,7 @@ def _layers(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
             usual = every.iloc[steps].median()
             ends = f"{usual.min():.2g} ({usual.idxmin()})", f"{usual.max():.2g} ({usual.idxmax()})"
             lines.append([method, part, ends[0], f"{usual.median():.2g}", ends[1]])
-    one = [replace(charts[0], lines=[line for chart in charts for line in chart.lines])] if charts else []
-    return Figure(one), (["method", "steps", "smallest", "median layer", "largest"], lines)
+    return Figure([chart] if chart.lines else []), (["method", "steps", "smallest", "median layer", "largest"], lines)
 
 
 TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], tuple[Figure, Rows]]] = {

@@ -326,11 +326,8 @@ def language_study(
     """
     corpus, grid = Corpus.read(root), study.tuning.store
     *sizes, post_norms = asdict(shape).values()
-    common: dict[str, Any] = {
-        "model": f"{_MODEL} {'x'.join(map(str, sizes))}",
-        "data": corpus.name,
-        "schedule": "cosine",
-    }
+    model = f"{_MODEL} {'x'.join(map(str, sizes))}"
+    common: dict[str, Any] = {"model": model, "data": corpus.name, "schedule": "cosine"}
     common |= {"norm": "post-norms" if post_norms else "pre-norms", "epochs": 8, "milestones": (), "batch_size": 64}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3} | settings
     trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train

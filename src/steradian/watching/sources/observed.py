@@ -258,8 +258,10 @@ class ObservedSource(Source):
         scale = (sums["bb"] / self._sizes).sqrt_() if reads else None
         if scale is not None and any(group.label == INVARIANT for group in self.watched):
             nu = start * scale
-            length = (qq - (qx / safe) ** 2).clamp(min=0).sqrt_()
-            speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else length
+            if self.two_points:
+                speed = across / rates.masked_fill(rates == 0, 1)
+            else:
+                speed = (qq - (qx / safe) ** 2).clamp(min=0).sqrt_()
             found |= {"nu": nu.to(self.row_dtype), "direction_norm": (speed * nu).to(self.row_dtype)}
         if scale is not None:
             scale /= rates
