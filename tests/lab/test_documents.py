@@ -242,26 +242,20 @@ def test_the_figures_in_the_readme_are_those_of_the_results():
                 assert share == f"{100 * large[names[name]]:.1f} %", line
             else:
                 assert re.search(rf"^\| {name} \| [\d,]+ \| {share} \|", page, re.MULTILINE), line
-    study = "".join((ROOT / "docs" / name).read_text() for name in ("study.md", "study-details.md"))
-    sentence = re.search(
-        r"Adam w/o \(ab\) is ([\d.]+) points below SGD-M .+ and ([\d.]+) below if SGD-M steps the rest\. "
-        r".+ reaches ([\d.]+) %, a gain of ([\d.]+), plain Adam ([\d.]+) % and SGD-M ([\d.]+) %",
-        " ".join(text.split()),
+    study, words = (ROOT / "docs" / "study.md").read_text(), " ".join(text.split())
+    tuned = re.search(
+        r"`Angular` reaches (.+?) %, SGD-M .+? ([\d.]+ ± [\d.]+) %, .+ Hyperball .+?, ([\d.]+ ± [\d.]+) %", words
     )
-    at_sgds = (rf"{of} at SGD-M's angle \| [\d., ]+ \| {{}} ± " for of in (r"Adam w/o \(ab\)", "Adam", "SGD-M"))
-    ab, *others = at_sgds
-    lines = [
-        r"Adam w/o \(ab\), rest Adam \|.* −{} \|",
-        r"Adam w/o \(ab\), rest SGD-M \|.* −{} \|",
-        ab,
-        r"Adam w/o \(ab\) \|.* \+{} \|",
-        *others,
+    matched = re.search(r"by SGD-M and by Adam w/o \(ab\) give (.+?) and (.+?) %, .+ had (.+?) and (.+?) %", words)
+    cells = zip(("Angular, gradient", "SGD-M", "Hyperball, Muon"), tuned.groups(), strict=True)
+    at = [
+        f"{of} at {angles}"
+        for angles in ("SGD-M's angle", "Adam w/o (ab)'s angle")
+        for of in ("SGD-M", "Adam w/o (ab)")
     ]
-    for line, number in zip(lines, sentence.groups(), strict=True):
-        assert re.search(rf"^\| {line.format(re.escape(number))}", study, re.MULTILINE), line
-    set_angle = re.search(r"`Angular` at 0.007 rad reaches (.+?) % and SGD-M (.+?) % ", " ".join(text.split()))
-    assert f"| Angular, gradient | {set_angle[1]} | 5 |" in study
-    assert f"| SGD-M | {set_angle[2]} | 5 |" in study
+    at[-1] = "Adam w/o (ab) at its own angle"
+    for method, figure in [*cells, *zip(at, matched.groups(), strict=True)]:
+        assert re.search(rf"^\| {re.escape(method)} \| [\d., e-]+ \| {figure}", study, re.MULTILINE), (method, figure)
 
 
 def test_the_costs_of_the_watch_are_those_of_the_file():

@@ -112,6 +112,16 @@ def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_p
     assert {run.name for run in recorded} == set(methods)
 
 
+def test_training_in_bf16_warns_of_nothing(root, tmp_path):
+    study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")
+    settings = TINY | {"precision": "bf16", "rates": (2e-3,), "seeds": 1}
+    torch.set_warn_always(True)  # also of what another test has been warned of
+    try:
+        assert language_study(Shape(**SIZES), root, methods=["AdamW"], study=study, **settings)
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_a_rate_that_a_method_refuses_is_named_with_it(root, tmp_path):
     study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")
     methods = ["Muon, proved rows Angular"]

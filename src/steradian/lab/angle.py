@@ -276,18 +276,17 @@ def angle_study(
 
 
 def angle_rows(results: Iterable[Result]) -> Rows:
-    """A table of what the angle alone changes: one direction on the filters and one rest, at its angle and SGD-M's."""
+    """A table of trainings that differ in one thing: the angle, the direction, or fixed radii at the recorded angle."""
     found: dict[str, list[float]] = {}
     for result in results:
         found.setdefault(result.config.method, []).append(math.nan if result.diverged else result.accuracy)
-    cells = {method: Cell.of(values) for method, values in found.items()}
-    at_sgds = {of: name for name, (of, angles_of) in MATCHED.items() if angles_of == "SGD-M"}
-    pairs = {of: (cells.get(f"{of}, rest SGD-M"), cells.get(name)) for of, name in at_sgds.items()}
-    known = [(of, own, matched) for of, (own, matched) in pairs.items() if own and matched]
-    differences = [matched.minus(own) for _, own, matched in known]
+    names, both = {pair: name for name, pair in MATCHED.items()}, ("SGD-M", _VARIANT)
+    changes = [("angle", names[of, "SGD-M"], names[of, _VARIANT]) for of in both]
+    changes += [("direction", names["SGD-M", angles_of], names[_VARIANT, angles_of]) for angles_of in both]
+    changes += [("fixed radii", f"{of}, rest SGD-M", names[of, of]) for of in both]
+    known = [change for change in changes if found.keys() >= set(change[1:])]
+    differences = [Cell.of(found[after]).minus(Cell.of(found[before])) for _, before, after in known]
     lines = []
-    for (of, *both), each, p in zip(known, differences, holm([each.p for each in differences]), strict=True):
-        means = [text for cell in both for text in (f"{cell.mean:.2f} ± {cell.half:.2f}", cell.count)]
-        lines.append([of, *means, signed(each.mean), f"{signed(each.low)} to {signed(each.high)}", f"{p:.2g}"])
-    heads = ["direction", "at its own angle", "seeds", "at SGD-M's angle", "seeds", "difference", "95 % interval"]
-    return [*heads, "p (Holm)"], lines
+    for change, each, p in zip(known, differences, holm([each.p for each in differences]), strict=True):
+        lines.append([*change, signed(each.mean), f"{signed(each.low)} to {signed(each.high)}", f"{p:.2g}"])
+    return ["changed", "from", "to", "difference", "95 % interval", "p (Holm)"], lines

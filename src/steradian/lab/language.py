@@ -12,6 +12,7 @@ import math
 import shutil
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -263,7 +264,10 @@ class _Trainer:
         curves: dict[str, list[float]] = {name: [] for name in _CURVES}
         if record is not None:
             shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
-        with nullcontext() if record is None else watch(optimizers, self.groups, to=record, run=config.method):
+        watched = nullcontext() if record is None else watch(optimizers, self.groups, to=record, run=config.method)
+        with watched, warnings.catch_warnings():
+            # Of the norms of queries and keys under autocast, which have weights in float32.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             for epoch in range(config.epochs):
                 starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
