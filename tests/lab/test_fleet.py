@@ -329,10 +329,13 @@ def test_progress_shows_epoch_loss_accuracy_and_time_left(tmp_path, data):
         output[live] = re.sub(r"\x1b\[[\d;?]*\w", "", console.file.getvalue())
     assert "1 of 3 trainings were finished before" in output[True]
     assert "Ctrl-C again to stop now" in output[True]
-    *_, row = (line for line in output[True].splitlines() if "Adam seed 0" in line and "2/3" in line)
+    *_, row = (line for line in output[True].splitlines() if "Adam lr 0.001 " in line and "2/3" in line)
     assert re.search(r"2/3  loss \d+\.\d{3}  validation [\d.]+  test [\d.]+ .*\d:\d\d:\d\d", row)
-    assert re.search(r"2 of 2 trainings finished .*4/4", output[False])
-    assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", output[False])
+    assert re.search(
+        r"2 of 2 trainings finished .*4/4  loss [\d.]+  validation [\d.]+ at best, in epoch [1-4]  test [\d.]+ there",
+        output[False],
+    )
+    assert re.search(r"VGG16 bn digits Adam lr 0.001 λ [\d.e-]+ seed 0  [123]/4", output[False])
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, 29), (40, 5 * 29)])

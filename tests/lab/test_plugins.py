@@ -152,6 +152,11 @@ def test_compare_killed_and_continued_ends_in_the_same_table(call, tmp_path):
     plugin.write_text(PLUGIN.replace("lerp_(p.grad, 0.1)", "lerp_(p.grad, 0.2)"))
     assert "0 of 4 trainings were finished before" in call(command, "killed")
     assert len(store.results()) == 8
+    # Each version has a row of its own.
+    versions = {r.config.plugin for r in store.results() if r.config.method == "Signs"}
+    shown = call("table compare-tiny-stripes", "killed")
+    assert len(versions) == 2
+    assert all(f"Signs of {version}" in shown for version in versions)
 
 
 def test_tune_gives_every_method_the_same_number_of_points(call, tmp_path):
@@ -472,7 +477,8 @@ def test_a_plugin_that_fails_is_one_line_that_says_how_to_find_it(known, tmp_pat
     lines = {
         "import sys; sys.exit(3)": f"plugin {plugin} ends the process when it is imported: SystemExit 3",
         "from . import other": "attempted relative import with no known parent package",
-        "raise ValueError('no')": "ValueError: no; STERADIAN_TRACEBACK=1 shows where",
+        "raise ValueError('no')": f"ValueError: no ({plugin}:1); STERADIAN_TRACEBACK=1 shows where",
+        "x = 1": f"plugin {plugin} registers no method, network, data or schedule",
     }
     for source, said in lines.items():
         plugin.write_text(source)
@@ -480,6 +486,32 @@ def test_a_plugin_that_fails_is_one_line_that_says_how_to_find_it(known, tmp_pat
         with pytest.raises(SystemExit) as done:
             main()
         assert (done.value.code, capsys.readouterr().err) == (1, f"steradian: {said}\n")
+
+
+def test_a_method_that_leaves_parameters_untrained_is_named(known):
+    lab.register_method("Part", lambda groups, config: torch.optim.SGD(groups.param_groups()[:1], config.lr))
+    config = Config(model="ResNet20", data="digits", method="Part", lr=0.1, width=4, epochs=1, milestones=())
+    with pytest.warns(UserWarning, match=r"method 'Part' does not train \d+ of 59 parameters, such as "):
+        Training(config, few("cpu", train=64, test=16))
+
+
+def test_images_whose_mirror_image_has_another_label_need_not_be_mirrored(known):
+    pixels, labels = np.zeros((8, 6, 6, 1), np.uint8), np.arange(8) % 2
+    pixels[labels == 0, :, :3], pixels[labels == 1, :, 3:] = 255, 255
+    for flip, bright in ((True, {0, 1}), (False, {0})):
+        lab.register_data("halves", lambda root: (pixels, labels, pixels, labels), pad=0, flip=flip)
+        data = Resident(load("halves"))
+        images, found = data.batch(torch.arange(len(data.train_labels) * data.views))
+        left, right = (half.mean((1, 2, 3))[found == 0] for half in (images[..., :3], images[..., 3:]))
+        assert set((right > left).int().tolist()) == bright
+
+
+def test_labels_without_a_training_image_are_an_error(known):
+    images = np.zeros((4, 6, 6, 1), np.uint8)
+    for labels, tests in (([1, 2, 1, 2], [1, 2, 1, 2]), ([0, 1, 0, 1], [0, 1, 3, 1])):
+        lab.register_data("gaps", lambda root, both=(labels, tests): (images, both[0], images, both[1]))
+        with pytest.raises(ValueError, match="data 'gaps': no training image has the label "):
+            load("gaps")
 
 
 def test_data_of_a_plugin_may_have_labels_of_any_integers_and_must_be_complete(known):

@@ -31,6 +31,12 @@ def result(method="Adam", seed=0, reached=90.0, diverged=False, **changes):
     return Result(config, curves, diverged, 3, 1.5, {"device": "x"})
 
 
+def test_curves_that_have_no_accuracy_or_another_length_are_an_error():
+    for changed in ({"test_accuracy": []}, {"validation_loss": [1.0]}, {"train_loss": [1.0] * 5}):
+        with pytest.raises(ValueError, match="curves must have a number per epoch for each of train_loss, validation"):
+            replace(result(), curves=result().curves | changed)
+
+
 def test_accuracy_is_taken_at_the_first_best_validation_epoch():
     assert (result().best_epoch, result(reached=91.0).accuracy, result().to_dict()["final_accuracy"]) == (1, 91.0, 61.0)
     assert math.isnan(result(diverged=True).accuracy)
@@ -230,7 +236,8 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
         made = result("Adam w/o (a)", seed, diverged=diverged, weight_decay=decay)
         if diverged:
             return made
-        curves = made.curves | {"validation_accuracy": [1.0, validation], "test_accuracy": [2.0, test]}
+        curves = {name: [1.0, 0.5] for name in CURVES}
+        curves |= {"validation_accuracy": [1.0, validation], "test_accuracy": [2.0, test]}
         return replace(made, curves=curves)
 
     results = [tried(1e-3, 70.0, 99.0), tried(1e-4, 80.0, 60.0), tried(1e-4, 82.0, 64.0, seed=1)]

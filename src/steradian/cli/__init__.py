@@ -95,7 +95,15 @@ def _print_error(error: Exception) -> int:
     frames = traceback.extract_tb(error.__traceback__)
     ours = not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
     if not isinstance(error, _EXPECTED) or not (ours or isinstance(error, OSError | ImportError)):
-        _print(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")  # perhaps in the user's code
+        from steradian.lab.registry import is_foreign
+
+        users = [
+            f"{f.filename}:{f.lineno}"
+            for f in frames
+            if Path(f.filename).is_file() and not is_foreign(Path(f.filename))
+        ]
+        at = f" ({users[-1]})" if users else ""
+        _print(f"{type(error).__name__}: {error}{at}; STERADIAN_TRACEBACK=1 shows where")
         return 1
     # A KeyError quotes its message, and torch adds its C++ frames.
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)

@@ -15,7 +15,7 @@ app.add_typer(data, name="data")
 
 Name = Annotated[str, typer.Argument(help="digits, cifar10, cifar100, svhn, or the name of packed data.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
-Root = Annotated[Path | None, typer.Option(help="Folder of the archives, or packed. None: data/NAME.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the archives, or packed; data/NAME if none.")]
 
 
 @data.command()
@@ -48,7 +48,7 @@ def check(name: Name, root: Root = None) -> None:
 @data.command()
 def corpus(
     out: Out,
-    source: Annotated[Path | None, typer.Option(help="Folder of Python files; None: the installed packages.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Folder of Python files; the installed packages if none.")] = None,
 ) -> None:
     """Write the Python files of an environment as one text, for a language model.
 

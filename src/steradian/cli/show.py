@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
+BITS = "Bits per byte of the validation text, mean ± half of the 95 % interval"
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -38,11 +40,11 @@ def table(
 
     results = _results(study, folder)
     if is_text(results):
-        rows = (rate_rows if is_grid(results) else bits_rows)(results)
+        title, rows = (study, rate_rows(results)) if is_grid(results) else (f"{study}: {BITS}", bits_rows(results))
         if markdown:
             typer.echo(markdown_table(*rows))
         else:
-            show_rows(screen(), f"Bits per byte of the validation text, {study}", *rows)
+            show_rows(screen(), title, *rows)
     elif not markdown:
         print_table(results, screen())
     elif is_grid(results):
@@ -155,6 +157,7 @@ def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
     import torch
 
     from steradian import optim
+    from steradian.lab.config import match_names
 
     try:
         call = ast.parse(text, mode="eval").body
@@ -167,6 +170,7 @@ def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
         raise ValueError(f"an optimizer must be written like AdamW(lr=1e-3), got {text!r}") from error
     for place in [importlib.import_module(module)] if module else [optim, torch.optim]:
         if hasattr(place, name):
+            match_names(name, list(settings), inspect.signature(getattr(place, name)).parameters)
             return getattr(place, name), settings
     raise ValueError(f"there is no optimizer {name!r} in {module or 'steradian.optim or torch.optim'}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steradian.cli import app, screen
-from steradian.cli.show import print_table, show_rows
+from steradian.cli.show import BITS, print_table, show_rows
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from steradian.lab.tables import Rows
 
 Recorded = Annotated[int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")]
-Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, or original archives.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the data, packed or original archives; data/NAME if none.")]
 _STOP = "Stop at a checkpoint when this time is over; run again to continue."
 Seconds = Annotated[float, typer.Option(min=0, show_default=False, help=_STOP)]
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
@@ -110,11 +110,11 @@ def reproduce(
     points: Recorded = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
-    settings: Annotated[str | None, typer.Option(help="Hyper-parameters: printed, or of the released code.")] = None,
+    settings: Annotated[str | None, typer.Option(help="Hyper-parameters: printed or released.")] = None,
     lr: Annotated[list[float] | None, typer.Option(help="grid: a rate; once for each.")] = None,
     weight_decay: Annotated[list[float] | None, typer.Option(help="grid: λ; once for each.")] = None,
     beta2: Annotated[list[float] | None, typer.Option(help="grid: β2; once for each.")] = None,
-    built_as: Annotated[str | None, typer.Option(help="Networks: of the paper, or of the released code.")] = None,
+    built_as: Annotated[str | None, typer.Option(help="Networks as in the paper or released.")] = None,
     study: Name = None,
 ) -> None:
     """Run the trainings behind a table or a figure of the paper, and show the results.
@@ -276,14 +276,17 @@ def language(
     shape, say = Shape(post_norms=post_norms, **sizes), partial(screen().print, soft_wrap=True)
     work = partial(language_study, shape, root, made, methods=methods, rates=lr or RATES, seeds=seeds, say=say, **given)
     also = f"; recorded runs: {made.work}"
-    _run(work, partial(_show_rows, made, "Bits per byte of the validation text", bits_rows, also))
+    _run(work, partial(_show_rows, made, BITS, bits_rows, also))
 
 
 def _settings(given: Sequence[str] | None, also: Sequence[str] = ()) -> dict[str, Any]:
     """NAME=VALUE of fields of `Config`, with values as JSON or, if they are not, as they are."""
     from steradian.lab.config import Config, match_names
 
-    found, chosen = dict[str, Any](), ("model", "data", "method", "lr", "weight_decay", "seed", "start", "plugin")
+    found, chosen = (
+        dict[str, Any](),
+        {"model", "data", "method", "lr", "weight_decay", "seed", "start", "plugin", *also},
+    )
     known = [*also, *(name for name in Config.__dataclass_fields__ if name not in chosen)]
     for text in given or ():
         name, _, value = text.partition("=")

@@ -141,5 +141,6 @@ def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) ->
         near = {_bare(each): each for each in known}
         meant = [repr(near[each]) for name in unknown for each in get_close_matches(_bare(name), near, 1)]
         start = f"did you mean {', '.join(meant)}? " if meant else ""
-        raise ValueError(f"{start}{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
+        there = "; ".join(known) if any("," in name for name in known) else ", ".join(known)
+        raise ValueError(f"{start}{what} must be among {there}, got {', '.join(unknown)}")
     return [match for match in found.values() if match is not None]

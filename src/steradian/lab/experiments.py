@@ -23,7 +23,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Tracks, environment
+from steradian.lab.results import Result, Tracks, environment
 from steradian.lab.study import Study, pick_device
 from steradian.lab.training import Training, Weights, copied
 from steradian.phenomena import Memory
@@ -239,7 +239,7 @@ def compare_trajectories(
         for training in trainings:
             training.run_epoch()  # what is left of it: the evaluation
         progress.epoch(last.config, last.curves)
-    progress.finished(last.config, last.curves)
+    progress.finished(Result(last.config, last.curves, last.diverged))
     return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found, axis=1))
 
 

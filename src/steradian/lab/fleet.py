@@ -88,12 +88,13 @@ class Progress:
             self._print(text)
             self._last = now
 
-    def finished(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
+    def finished(self, result: Result) -> None:
         """Remove the bar, or print the result."""
         self._done += 1
-        if config.key in self._tasks:
-            self._bars.remove_task(self._tasks.pop(config.key))
-        self._note(f"{self._done} of {self._total} trainings finished", f"  {_line(config, curves)}")
+        if result.config.key in self._tasks:
+            self._bars.remove_task(self._tasks.pop(result.config.key))
+        line = _line(result.config, result.curves, None if result.diverged else result)
+        self._note(f"{self._done} of {self._total} trainings finished", f"  {line}")
 
     def waiting(self, trainings: int) -> None:
         """Show how many other processes run."""
@@ -110,11 +111,15 @@ class Progress:
         self._print(text + more)
 
 
-def _line(config: Config, curves: Mapping[str, Sequence[float]]) -> str:
+def _line(config: Config, curves: Mapping[str, Sequence[float]], result: Result | None = None) -> str:
     loss = "diverged" if has_diverged(config, curves) else f"loss {curves['train_loss'][-1]:.3f}"
     tested = [f"test {value:.2f}" for value in curves["test_accuracy"] if value == value]  # NaN: not evaluated
-    name = f"{config.model} {config.norm} {config.data} {config.method} seed {config.seed}"
     figures = loss, f"validation {curves['validation_accuracy'][-1]:.2f}", *tested[-1:]
+    if result:  # the figures of the tables
+        best = f"validation {max(curves['validation_accuracy']):.2f} at best, in epoch {result.best_epoch + 1}"
+        figures = loss, best, f"test {result.accuracy:.2f} there"
+    settings = f"lr {config.lr:g} λ {config.weight_decay:g} seed {config.seed}"
+    name = " ".join(filter(None, (config.model, config.norm, config.data, config.method, settings)))
     return "  ".join((name, f"{len(curves['train_loss'])}/{config.epochs}", *figures))
 
 
@@ -253,10 +258,11 @@ class Fleet:
         where = {**environment(training.data.device), "data": training.data.fingerprint}
         if self.keep_weights and not training.diverged:
             _write(self._path("weights", config), training.weights())
-        self.store.add([Result(config, curves, training.diverged, training.collapsed(), flight.seconds, where)])
+        result = Result(config, curves, training.diverged, training.collapsed(), flight.seconds, where)
+        self.store.add([result])
         # Only now: if the process is killed in between, the next one finds the result.
         self._path("checkpoints", config).unlink(missing_ok=True)
-        self.progress.finished(config, curves)
+        self.progress.finished(result)
         self._claims[config.key].close()
         self._flying.remove(flight)
 

@@ -65,6 +65,8 @@ class Corpus:
     @classmethod
     def read(cls, folder: Path) -> "Corpus":
         """Read a folder that `build_corpus` wrote, and check its checksums."""
+        if not (folder / "meta.json").is_file():
+            raise ValueError(f"root must be a folder that steradian data corpus --out wrote, got {str(folder)!r}")
         about, parts = json.loads((folder / "meta.json").read_text()), {}
         for part in ("train", "val"):
             text = lzma.decompress((folder / f"{part}.bin.xz").read_bytes())

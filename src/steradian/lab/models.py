@@ -221,7 +221,7 @@ def _rows(model: str, plugin: str, **kind: Any) -> Groups:
         with torch.no_grad():
             logits = made.eval()(images)
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if not isinstance(found, tuple) or found[:1] != (8,) or len(found) != 2 or found[1] < kind["classes"]:
+        if not isinstance(found, tuple) or found[:1] != (8,) or found[1:] != (kind["classes"],):
             raise ValueError(f"network {model!r} must return logits, of shape {(8, kind['classes'])} here, got {found}")
         return find_groups(made.train(), images)
 

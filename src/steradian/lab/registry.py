@@ -29,13 +29,15 @@ from steradian.groups import Groups
 if TYPE_CHECKING:
     from steradian.lab.config import Config
 
-__all__ = ["DATA", "METHODS", "NETWORKS", "SCHEDULES", "load_plugin", "plugin_of"]
+__all__ = ["AUGMENT", "DATA", "METHODS", "NETWORKS", "SCHEDULES", "is_foreign", "load_plugin", "plugin_of"]
 __all__ += ["register_data", "register_method", "register_network", "register_schedule"]
 
 MakeMethod = Callable[[Groups, "Config"], Optimizer | list[Optimizer]]
 METHODS: dict[str, MakeMethod] = {}
 NETWORKS: dict[str, Callable[..., nn.Module]] = {}
 DATA: dict[str, Callable[[Path | None], Any]] = {}
+AUGMENT: dict[str, tuple[int, bool]] = {}
+"""By data set, the padding of the random crop, and whether images are mirrored; (4, True) if it is not here."""
 SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
 _KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
 _sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
@@ -55,10 +57,7 @@ def register_method(name: str, make: MakeMethod) -> None:
 
     >>> register_method("Plain", lambda groups, config: torch.optim.SGD(groups.param_groups(), config.lr))
     """
-    try:
-        inspect.signature(make).bind("groups", "config")
-    except TypeError as error:
-        raise TypeError(f"method {name!r} must be called as make(groups, config): {error}") from None
+    _check_call("method", name, make, "groups", "config")
     _register("method", name, make)
 
 
@@ -67,12 +66,15 @@ def register_network(name: str, make: Callable[..., nn.Module]) -> None:
     _register("network", name, make)
 
 
-def register_data(name: str, load: Callable[[Path | None], Any]) -> None:
+def register_data(name: str, load: Callable[[Path | None], Any], *, pad: int = 4, flip: bool = True) -> None:
     """Register a data set: load(root) returns images, labels, test images and test labels.
 
     Images are uint8 (N, S, S, C) with C = 1 or 3, labels whole numbers from 0. `root` is the folder given by --root.
+    Training images are padded by `pad` black pixels, cropped at random and, with `flip`, mirrored.
     """
+    _check_call("data", name, load, "root")
     _register("data", name, load)
+    AUGMENT[name] = (pad, flip)
 
 
 def register_schedule(name: str, factor: Callable[["Config", int], float]) -> None:
@@ -95,6 +97,8 @@ def load_plugin(path: Path) -> None:
         _loading = None
         for each in [registered for registered, source in _sources.items() if not source]:
             _sources[each] = _hash_of(path, "", {})
+    if path.resolve() not in _files.values():
+        raise ValueError(f"plugin {path} registers no method, network, data or schedule")
 
 
 def run_file(path: Path) -> ModuleType:
@@ -114,6 +118,14 @@ def plugin_of(config: "Config") -> str:
     """The hash of the plugins that a training uses, "" if none."""
     used = {"method": config.method, "network": config.model, "data": config.data, "schedule": config.schedule}
     return "-".join(sorted({_sources.get(each, "") for each in used.items()} - {""}))
+
+
+def _check_call(kind: str, name: str, make: Callable[..., Any], *arguments: str) -> None:
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError as error:
+        call = f"{'load' if kind == 'data' else 'make'}({', '.join(arguments)})"
+        raise TypeError(f"{kind} {name!r} must be called as {call}: {error}") from None
 
 
 def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
@@ -146,7 +158,7 @@ def _package_of(function: Any) -> str:
     return getattr(sys.modules.get(getattr(function, "__module__", "")), "__package__", None) or ""
 
 
-def _is_foreign(file: Path) -> bool:
+def is_foreign(file: Path) -> bool:
     """Whether a file is installed, Python's or ours, and not the user's."""
     return bool({"site-packages", "dist-packages"} & {*file.parts}) or any(map(file.is_relative_to, _FOREIGN))
 
@@ -168,7 +180,7 @@ def _hash_in_notebook(make: Any) -> str:
         elif isinstance(each, int | float | str):
             found.append(repr(each).encode())
         elif file is not None:  # a module, or what is imported from one
-            if not _is_foreign(file):
+            if not is_foreign(file):
                 found.append(_hash_of(file, _package_of(each), {}).encode())
         elif isinstance(each, type):
             members = {name: value for name, value in vars(each).items() if callable(value) or name[:2] != "__"}
@@ -197,7 +209,7 @@ def _hash_of(file: Path, package: str, found: dict[Path, bytes]) -> str:
                 for name in accumulate(parts, "{}.{}".format):
                     spec = importlib.util.find_spec(name)
                     at = Path((spec and spec.origin) or "")  # a namespace has none
-                    if _is_foreign(at):
+                    if is_foreign(at):
                         break
                     if spec and at.is_file() and at not in found:
                         _hash_of(at, spec.parent or "", found)

@@ -53,6 +53,13 @@ class Result:
     seconds: float = 0.0  #: its share of the device's time: while n trainings run, each is charged 1/n of it
     environment: Mapping[str, str] = field(default_factory=dict)  #: hardware, versions and commit
 
+    def __post_init__(self) -> None:
+        needed = ("train_loss", "validation_accuracy", "test_accuracy")
+        lengths = {name: len(self.curves.get(name, ())) for name in {**dict.fromkeys(needed), **self.curves}}
+        if len({*lengths.values()}) != 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"curves must have a number per epoch for each of {', '.join(needed)}, got {found}")
+
     @property
     def best_epoch(self) -> int:
         """The first epoch, from 0, with the best validation accuracy."""

@@ -28,6 +28,8 @@ def pick_device(name: str | None = None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu, since torch finds no GPU here, got {name!r}")
     return torch.device(name)
 
 

@@ -240,10 +240,14 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
     for found in _grouped((r for r in ordered if r.config.start is None), _order).values():
-        column = Column(_grouped(found, lambda c: c.method))
+        methods: dict[str, list[Result]] = {}
+        for method, runs in _grouped(found, lambda c: c.method).items():
+            versions = _grouped(runs, lambda c: c.plugin)
+            methods |= {method if len(versions) == 1 else f"{method} of {v}": each for v, each in versions.items()}
+        column = Column(methods)
         for method, runs in column.results.items():
             if len({result.config.setting for result in runs}) > 1:
-                what = f"{column.name} holds {method} with several settings or several versions of a plugin"
+                what = f"{column.name} holds {method} with several settings"
                 raise ValueError(f"{what}: they have no common mean; --study gives trainings a file of their own")
         made.append(column)
     return made

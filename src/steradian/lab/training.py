@@ -161,6 +161,10 @@ class Training:
         made = [made] if isinstance(made, Optimizer) else made
         if not isinstance(made, list | tuple) or not all(isinstance(each, Optimizer) for each in made):
             raise TypeError(f"method {self.config.method!r} must return one or several optimizers, got {made!r:.60}")
+        stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
+        if left := [name for name, param in self.groups.params.items() if id(param) not in stepped]:
+            number = f"{len(left)} of {len(self.groups.params)} parameters, such as {left[0]}"
+            warnings.warn(f"method {self.config.method!r} does not train {number}", stacklevel=2)
         for optimizer in made:
             if self.execution.compiled and isinstance(inspect.getattr_static(optimizer, "update", None), staticmethod):
                 # Steps without a fused form take a few kernels per parameter instead of forty.

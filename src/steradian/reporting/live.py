@@ -2,10 +2,12 @@
 
 import hashlib
 import html
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from steradian.reporting.data import find_runs, load
 from steradian.reporting.page import document
@@ -32,6 +34,11 @@ class LiveServer(ThreadingHTTPServer):
         self._runs, self._title, self._lock, self._made = runs, title, Lock(), ("", "")
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser may leave before it has the page."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def _recorded(self) -> list[Path]:
         return [run for run in find_runs(self._runs) if any(run.glob("part-*.parquet"))]

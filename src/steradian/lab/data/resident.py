@@ -6,11 +6,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian.lab.data.sources import DataSet
+from steradian.lab.registry import AUGMENT
 
-__all__ = ["AUGMENT", "Resident"]
-
-AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)}
-"""Padding of the random crop, and whether to flip. Digits are not flipped, since that would change them."""
+__all__ = ["Resident"]
 
 
 class Resident:
@@ -54,7 +52,7 @@ class Resident:
         views = views.transpose(0, 1, 3, 4, 2)  # (down, right, S, S, C)
         if self.flip:
             views = np.stack([views, views[:, :, :, ::-1]], axis=2)
-        self.windows = torch.from_numpy(views.reshape(-1, self.size**2 * self.channels)).to(self.device)
+        self.windows = torch.from_numpy(views.reshape(-1, self.size**2 * self.channels).copy()).to(self.device)
         self.views = len(self.windows)
 
     def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:

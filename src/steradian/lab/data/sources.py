@@ -116,8 +116,10 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
         expected = "images, labels, test images and test labels"
         raise ValueError(f"data {name!r} must be {expected}, got {len(arrays)} arrays")
     train, test = Images(*arrays[:2]), Images(*arrays[2:])
-    classes = tuple(map(str, range(1 + int(max(part.labels.max(initial=0) for part in (train, test))))))
-    return DataSet(name, train, test, classes)
+    classes = range(1 + int(max(part.labels.max(initial=0) for part in (train, test))))
+    if missing := {*classes} - {*train.labels.tolist()}:
+        raise ValueError(f"data {name!r}: no training image has the label {min(missing)}; labels are 0, 1, 2, …")
+    return DataSet(name, train, test, tuple(map(str, classes)))
 
 
 def _from_folder(name: str, root: Path | None) -> DataSet:
@@ -132,8 +134,12 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
     elif any((root / file).is_file() for file in CHECKSUMS.get(name, ())):
         found = _read_archive(name, root)
     else:
+        if files := " and ".join(CHECKSUMS.get(name, ())):
+            raise ValueError(
+                f"{root} has neither meta.json nor {files}: put the data there, or give its folder as root"
+            )
         known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
-        raise ValueError(f"{known}: {root} has neither meta.json nor the archives of {name}")
+        raise ValueError(f"{known}: {root} has no meta.json")
     classes, size = _SHAPES.get(name, (len(found.classes), found.train.size))
     if (len(found.classes), found.train.size) != (classes, size):
         raise ValueError(f"{name} has {classes} classes of {size} × {size} pixels, and {root} has other data")
@@ -141,7 +147,8 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
 
 
 for _name in _SHAPES:
-    register_data(_name, partial(_from_folder, _name))
+    _digit = _name in ("digits", "svhn")  # a mirrored digit is another one
+    register_data(_name, partial(_from_folder, _name), pad=1 if _name == "digits" else 4, flip=not _digit)
 
 
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
