@@ -238,8 +238,8 @@ def test_the_table_of_the_angle_compares_trainings_that_differ_in_one_thing():
     _, lines = angle_rows(found)
     pairs = [
         ("angle", "SGD-M at SGD-M's angle", "SGD-M at Adam w/o (ab)'s angle"),
-        ("direction", "SGD-M at SGD-M's angle", "Adam w/o (ab) at SGD-M's angle"),
-        ("fixed radii", "SGD-M, rest SGD-M", "SGD-M at SGD-M's angle"),
+        ("spread in a layer", "SGD-M at SGD-M's angle", "Adam w/o (ab) at SGD-M's angle"),
+        ("recorded angle, fixed radii, no L2", "SGD-M, rest SGD-M", "SGD-M at SGD-M's angle"),
     ]
     assert [tuple(line[:3]) for line in lines] == pairs
     tests = [stats.ttest_ind(values[after], values[before], equal_var=False) for _, before, after in pairs]

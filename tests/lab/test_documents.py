@@ -222,6 +222,8 @@ def test_whole_models_on_the_page_of_costs_are_those_of_the_file():
     text = (ROOT / "README.md").read_text()
     ours = [f"{row['step / AdamW']:.2f}" for row in rows if row["optimizer"] == 'Adam, without="abc"']
     assert "ResNet50 {} of fused AdamW's time, a Qwen3 of half a billion {}, an OLMo2 {}".format(*ours) in text
+    whole = [f"{row['training / AdamW']:.2f}" for row in rows if row["optimizer"] == 'Adam, without="abc"']
+    assert "which vary more between runs, {}, {} and {} ".format(*whole) in text
 
 
 def test_the_figures_in_the_readme_are_those_of_the_results():

@@ -276,14 +276,18 @@ def angle_study(
 
 
 def angle_rows(results: Iterable[Result]) -> Rows:
-    """A table of trainings that differ in one thing: the angle, the direction, or fixed radii at the recorded angle."""
+    """A table of trainings that differ in the angle alone, in its spread alone, or by `AtAngle`.
+
+    SGD-M and Adam w/o (ab) step a filter along its momentum alike: at one angle of the layer they differ in how much
+    further some filters turn than others.
+    """
     found: dict[str, list[float]] = {}
     for result in results:
         found.setdefault(result.config.method, []).append(math.nan if result.diverged else result.accuracy)
     names, both = {pair: name for name, pair in MATCHED.items()}, ("SGD-M", _VARIANT)
     changes = [("angle", names[of, "SGD-M"], names[of, _VARIANT]) for of in both]
-    changes += [("direction", names["SGD-M", angles_of], names[_VARIANT, angles_of]) for angles_of in both]
-    changes += [("fixed radii", f"{of}, rest SGD-M", names[of, of]) for of in both]
+    changes += [("spread in a layer", names["SGD-M", angles_of], names[_VARIANT, angles_of]) for angles_of in both]
+    changes += [("recorded angle, fixed radii, no L2", f"{of}, rest SGD-M", names[of, of]) for of in both]
     known = [change for change in changes if found.keys() >= set(change[1:])]
     differences = [Cell.of(found[after]).minus(Cell.of(found[before])) for _, before, after in known]
     lines = []
