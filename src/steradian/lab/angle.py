@@ -143,6 +143,7 @@ for _name, _pair in CROSSED.items():
     register_method(_name, partial(_crossed, *_pair))
 
 _VARIANT = "Adam w/o (ab)"
+_CONTROL = f"{_VARIANT}, last layer SGD-M"  # where a few dying filters of the record turn far
 _curves: dict[tuple[str, str], dict[str, NDArray[np.float64]]] = {}
 """By column, method and layer, the angle that the method had in each step."""
 
@@ -155,6 +156,8 @@ def _matched(name: str, angles_of: str, groups: Groups, config: Config) -> list[
     (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
     angles = np.stack([curves[names[id(param)]] for param in firsts], axis=1)
+    if angles_of == _CONTROL:
+        angles[:, -1] = _curves[config.column, "SGD-M"][names[id(firsts[-1])]]
     turned = AtAngle(_optimizer(name, rows, config, config.lr, 0.0), rows, torch.from_numpy(angles).float())
     return [turned, _rest("SGD-M", rest, config)]
 
@@ -164,6 +167,7 @@ MATCHED = {
     for name in ("SGD-M", "Adam", "Adam w/o (a)", _VARIANT, "Adam w/o (abc)", "Muon")
 }
 MATCHED |= {f"SGD-M at {_VARIANT}'s angle": ("SGD-M", _VARIANT), f"{_VARIANT} at its own angle": (_VARIANT, _VARIANT)}
+MATCHED |= {f"SGD-M at {_VARIANT}'s angle but for the last layer": ("SGD-M", _CONTROL)}
 """By name: whose direction and whose angle."""
 for _name, _pair in MATCHED.items():
     register_method(_name, partial(_matched, *_pair))
@@ -187,6 +191,7 @@ register_method("SGD-M, corrected decay", optimizer_of(optim.SGD, "momentum", co
 register_method("AdamW, decay on rows", _adamw)
 for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
+register_method("Angular, muon, Nesterov", partial(_on_spheres, make=optim.Angular, direction="muon", nesterov=True))
 register_method("Rotational SGD (REQ)", partial(_on_spheres, make=Rotational))
 register_method("Hyperball, Muon", partial(_on_spheres, make=Hyperball))
 
@@ -200,7 +205,7 @@ TUNED = {
     **dict.fromkeys(("SGD-M", "SGD-M, Nesterov", "SGD-M, corrected decay"), _SGD),
     "AdamW, decay on rows": [(1e-3, 1e3 * decay) for decay in _DECAYS],  # the same angles, √(2ηλ(1−β1)/(1+β1))
     "Adam w/o (ab)": [(1e-3, 1e-3 / 2**k) for k in range(5, -1, -1)],  # the paper's grid
-    **dict.fromkeys((f"Angular, {kind}" for kind in ("gradient", "adam", "muon")), _TURNS),
+    **dict.fromkeys((f"Angular, {kind}" for kind in ("gradient", "adam", "muon", "muon, Nesterov")), _TURNS),
     "Rotational SGD (REQ)": _SGD,
     "Hyperball, Muon": _TURNS,
 }
@@ -269,7 +274,7 @@ def angle_study(
         if not recording.run([config for config in (reference, variant) if config.key not in known], make=make):
             return False
         _curves[reference.column, "SGD-M"] = _angles(study, reference)
-        _curves[reference.column, _VARIANT] = _angles(study, variant)
+        _curves[reference.column, _VARIANT] = _curves[reference.column, _CONTROL] = _angles(study, variant)
     if part == "tuned":
         return study.tuning.run(configs) and study.run(winners(configs, study.tuning.store.results(), seeds))
     return study.run([replace(config, seed=seed) for seed in range(seeds) for config in configs])

@@ -31,7 +31,7 @@ About = Mapping[str, Mapping[str, Any]]
 
 # After Okabe and Ito, for any colour vision; the first are those of the paper's methods, in the registry's order.
 _COLOURS = ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195"]
-_COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
+_COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f", "#9e9e9e"]
 _PLACES = {method: 8 + place for place, method in enumerate(sorted(TUNED.keys() - {*PAPERS}))}
 _PLACES |= {method: place for place, method in enumerate(PAPERS)}
 _MEAN = "#0055a4"
