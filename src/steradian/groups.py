@@ -390,7 +390,7 @@ class Groups:
         elif name in self.frozen:
             lines.append("frozen: it does not require a gradient, so it was not tested")
         elif name in self.no_effect:
-            lines.append("no effect: the outputs have no derivative with respect to it")
+            lines.append("no effect: the outputs had no derivative with respect to it in any pass")
         else:
             why = "complex, and rows are real vectors" if param.is_complex() else "not radially invariant"
             lines.append(f"rest: {self.partial.get(name, why)}")

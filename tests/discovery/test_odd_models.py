@@ -22,7 +22,7 @@ class RaisesSometimes(nn.Module):
 
 
 class TestPassesThatFail:
-    @pytest.mark.parametrize("call", range(1, 6))
+    @pytest.mark.parametrize("call", range(2, 7))
     def test_one_pass(self, call: int):
         """Later passes have no noise on the inputs, and are not compared with those that had."""
         groups = find_groups(RaisesSometimes(range(call, call + 1)), torch.randn(16, 6))
@@ -32,18 +32,18 @@ class TestPassesThatFail:
     def test_all_random_points(self):
         """The grown points alone prove the rows; without a graph there is no reason."""
         torch.manual_seed(0)
-        groups = find_groups(RaisesSometimes(range(1, 4)), torch.randn(16, 6))
+        groups = find_groups(RaisesSometimes(range(2, 5)), torch.randn(16, 6))
         assert groups.layouts == {"fc.weight": "filter"}
         assert groups.groups[0].reason == "unknown"
 
     def test_the_forward_check(self):
-        groups = find_groups(RaisesSometimes(range(6, 100)), torch.randn(16, 6))
+        groups = find_groups(RaisesSometimes(range(7, 100)), torch.randn(16, 6))
         assert groups.layouts == {}
         assert groups.notes[0] == "the model raised RuntimeError (not now) in one of the passes"
         assert "balanced but not proved" in groups.notes[1]
 
-    def test_all_passes_but_the_first(self):
-        groups = find_groups(RaisesSometimes(range(1, 100)), torch.randn(16, 6))
+    def test_all_passes_but_the_first_two(self):
+        groups = find_groups(RaisesSometimes(range(2, 100)), torch.randn(16, 6))
         assert groups.layouts == {}
         assert groups.notes == [
             "the model raised RuntimeError (not now) with grown parameters, so nothing is proved",
@@ -84,7 +84,7 @@ class TestHalfPrecision:
         assert groups.joint == [("conv.weight", "conv.bias")]
         assert groups.layouts == {"conv.weight": "tensor", "conv.bias": "tensor"}
         assert groups.notes == ["the model does not run in float64, so it was probed in float32 with wider tolerances"]
-        assert groups.passes[0] <= 12
+        assert groups.passes[0] <= 13
 
     def test_a_note_on_half_precision(self):
         groups = find_groups(Narrow(torch.bfloat16), torch.randn(6, 3, 8, 8).bfloat16())

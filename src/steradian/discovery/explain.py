@@ -51,8 +51,15 @@ def _reason(measured: Measurements, group: Group) -> str:
 def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
     if name in verdict.no_effect:
         return verdict.no_effect[name]
-    if any(name in group.names for group in verdict.rejected):
-        return "⟨∇L, x⟩ vanishes, but the outputs moved when the rows were scaled, so nothing is proved"
+    if name in measured.prober.captured:
+        return "not tested: forward also uses it where a probe cannot change it"
+    if rejected := [group for group in verdict.rejected if name in group.names]:
+        why = "the outputs moved when the rows were scaled"
+        if not verdict.deterministic:
+            why = "the outputs moved when a pass was repeated: forward is not deterministic"
+        elif not any(group in verdict.refuted for group in rejected):
+            why += " together with others, and no pass was left to scale them alone"
+        return f"⟨∇L, x⟩ vanishes, but {why}, so nothing is proved"
     if any(name in group.names for group in verdict.nonlinear):
         return "⟨∇L, x⟩ nearly vanishes, but through a nonlinear activation: no normalization explains it"
     growing = name in measured.growing
@@ -87,15 +94,20 @@ def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
         notes.append(f"the model {raised or 'gave no finite result'} with grown parameters, so nothing is proved")
     elif raised and verdict.rejected:
         notes.append(f"the model {raised} in one of the passes")
-    unproved = [", ".join(group.names) for group in (*verdict.rejected, *verdict.nonlinear)]
-    notes += [f"balanced but not proved, left to the rest: {names}" for names in unproved]
+    if not verdict.deterministic:
+        notes.append("forward is not deterministic: outputs moved when a pass was repeated, so they prove nothing")
+    if captured := [name for name in prober.parameters if name in prober.captured]:
+        names = ", ".join(text for text, _ in fold(captured))
+        notes.append(f"nothing is proved about parameters that share memory or that a function holds: {names}")
+    if unproved := [" + ".join(group.names) for group in (*verdict.rejected, *verdict.nonlinear)]:
+        notes.append(f"balanced but not proved, left to the rest: {', '.join(text for text, _ in fold(unproved))}")
     return notes + _idle_parts(measured)
 
 
 def _idle_parts(measured: Measurements) -> list[str]:
     """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
     idle: dict[str, str] = {}  # which part of each name
-    for name in measured.prober.trainable:
+    for name in [name for name in measured.prober.trainable if name not in measured.prober.captured]:
         shape = measured.shapes[name]
         if len(shape) == 3 and shape[0] > 1:
             passes = [*measured.random, *measured.grown]

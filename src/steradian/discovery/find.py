@@ -1,4 +1,4 @@
-"""find_groups: from a model and a batch to its rows, in at most twelve passes.
+"""find_groups: from a model and a batch to its rows, in at most thirteen passes.
 
 A row has ⟨∇L, x⟩ = 0 at every point, up to what a normalization's ε does. When the row grows, a defect due to ε is
 divided by the square of the factor, and any other is not: the line between "invariant up to ε" and "not invariant".
@@ -165,6 +165,9 @@ def _try_precisions(prober: Prober) -> Reading:
             small[bare(name)] = None
 
     batch_norms = [(name, module) for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)]
+    prober.use(None)  # a pass in the model's own dtypes fills caches of the user's, which must not be in float64
+    prober.attempt(prober.own, seed=0, backward=False)
+    prober.raised = None  # the passes below tell
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
     for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
         try:
@@ -210,7 +213,8 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
                 f"the model does not take a {kind} as its argument {name}: it raised {in_words(error)}; "
                 f"pass the items of the {kind} by keyword: find_groups(model, **batch)"
             )
-    hint = "call the model on these inputs yourself to see where"
+    before = "" if prober.model.training else "find_groups uses training mode: after model.train(), "
+    hint = f"{before}call the model on these inputs yourself to see where"
     if "more than 1 value per channel" in str(error):
         hint = "batch normalization needs more than one sample: pass a larger batch"
     elif "inputs_embeds" in str(error):  # a model of transformers without its tokens, or its decoder without them

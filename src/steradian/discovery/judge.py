@@ -33,7 +33,9 @@ class Verdict:
     no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
     partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
     rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
+    refuted: list[Group] = field(default_factory=list)  # those of them that moved the outputs by themselves
     nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
+    deterministic: bool = True  # whether a repeated pass gives the same outputs
 
 
 def judge(measured: Measurements) -> Verdict:
@@ -60,10 +62,12 @@ def judge(measured: Measurements) -> Verdict:
 
 def _without_effect(measured: Measurements) -> dict[str, str]:
     found, grown = {}, measured.suspects_grown
-    for name in measured.prober.trainable:
+    for name in [name for name in measured.prober.trainable if name not in measured.prober.captured]:
         share = measured.local_share(name)
         text = f"effect {share:.1e} of the largest around it"
-        if share <= measured.own.noise:
+        if not any(reading.slope[name] for reading in (measured.own, *measured.random)):
+            found[name] = "not reached: it is unused, or every pass skipped it by chance or by the data"
+        elif share <= measured.own.noise:
             found[name] = text
         elif measured.is_suspect(name):
             # An effect due to ε is divided by the square of the growth, by its fourth power where two in a row grow.
@@ -137,21 +141,26 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     # and then, together with the facts, at the grown one, where ε no longer shows.
     if not measured.grown:
         return verdict
-    check, rows, facts = _ForwardCheck(measured), verdict.rows, verdict.facts
+    prober, check, rows, facts = measured.prober, _ForwardCheck(measured), verdict.rows, verdict.facts
     readings = [measured.first, *measured.grown]
     # The first one where ε moves the outputs less than scaling a row would.
     usable = (reading for reading in readings if check.predicted(rows, reading) <= thresholds.MOST_PREDICTED)
     rows = check.passing(rows, [], next(usable, readings[-1]))
     late = [group for group in rows if not measured.late.isdisjoint(group.names)]
-    if measured.further is not None and late and measured.prober.left > bool(facts):
+    if measured.further is not None and late and prober.left > bool(facts):
         kept = check.passing(late, [], measured.further)
         rows = [group for group in rows if group not in late or group in kept]
     if facts:
         facts = check.passing(facts, rows, measured.grown[-1])
-    elif measured.prober.left:
+    elif prober.left:
         rows = check.passing(rows, [], measured.grown[-1])
+    if prober.precision.dtype != torch.float64:
+        # Less precise readings do not show how a defect falls: another branch beside the rows may pass for ε.
+        rows = check.passing(rows, [], measured.grown[0], down=True)
+        facts = check.passing(facts, [], measured.grown[0], down=True)
     rejected = [group for group in (*verdict.rows, *verdict.facts) if group not in (*rows, *facts)]
-    return replace(verdict, rows=rows, facts=facts, rejected=rejected)
+    same = not rejected or _moved(prober, measured.first, []) <= prober.precision.same or prober.raised is not None
+    return replace(verdict, rows=rows, facts=facts, rejected=rejected, refuted=check.refuted, deterministic=same)
 
 
 def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
@@ -208,11 +217,19 @@ def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parame
 class _ForwardCheck:
     def __init__(self, measured: Measurements) -> None:
         self.prober, self.measured = measured.prober, measured
+        self.refuted: list[Group] = []  # what did not hold by itself
         self._draw = 0
 
-    def passing(self, tested: list[Group], known: list[Group], before: Reading) -> list[Group]:
+    def passing(self, tested: list[Group], known: list[Group], before: Reading, *, down: bool = False) -> list[Group]:
         """The groups that hold, scaled together with known ones."""
-        return _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
+
+        def holds(groups: list[Group]) -> bool:
+            least = thresholds.SHRUNK * self.prober.precision.same
+            held = self._moved(groups, before, "down") <= least if down else self._holds(groups, known, before)
+            self.refuted += groups if not held and len(groups) == 1 else []
+            return held
+
+        return _passing(tested, holds, self.prober)
 
     def _holds(self, tested: list[Group], known: list[Group], before: Reading) -> bool:
         grown, scaled = self.measured.is_fully_grown(before), [*known, *tested]
@@ -227,7 +244,7 @@ class _ForwardCheck:
         return self._moved(scaled, before, "a little") <= thresholds.GRADUAL * moved
 
     def _moved(self, scaled: list[Group], before: Reading, how: str) -> float:
-        """How far the outputs move when the rows are scaled, by 1/2 to 2 either way, 4 to 16 up or 1.02 a little."""
+        """How far the outputs move when the rows are scaled, 4- to 16-fold up or down, by 1/2 to 2, or by 1.02."""
         # Growing removes ε's weight, which moves a true row less than shrinking would, and any other row more.
         self._draw += 1
         host, factors = torch.device("cpu"), []
@@ -235,7 +252,8 @@ class _ForwardCheck:
             generator = noise_of(1000 * self._draw + i)(host)
             exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
             sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
-            rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
+            powers = {"up": 4 * exponent, "down": -(4 * exponent).round(), "either way": sign * exponent}
+            rho = powers.get(how, 0.03 * sign * exponent).exp2()  # down by powers of two, which are not rounded
             if before is self.measured.first:
                 # Few rows that ε dominates at ordinary scale are left out: they are scaled where they have grown.
                 dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT

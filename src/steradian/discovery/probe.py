@@ -6,6 +6,7 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -129,7 +130,7 @@ class Reading:
     seed: int
     draw: int | None
     graph: Graph | None
-    outputs: list[Tensor]  # the floating-point outputs
+    outputs: list[Tensor]  # the floating-point outputs with a gradient, or all if none has one
     noise: float  # as in the `thresholds.Precision` of its arithmetic
     # Per trainable parameter and key, the sums described at `Table`.
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
@@ -241,6 +242,10 @@ class Prober:
         self.noisy = True  # whether noise is added to the inputs, until the model fails
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
+        places = {name: p.data_ptr() for name, p in self.parameters.items() if p.layout == torch.strided and p.numel()}
+        counts = Counter(places.values())
+        # Parameters that forward also uses where the leaves cannot replace them: here those that share their memory.
+        self.captured = {name for name, place in places.items() if counts[place] > 1}
         self.pairs: dict[str, set[Key]] = {name: {(0, 1), (0, 2)} for name in self.blocks}  # to tabulate together
         self._noise_of_seed: dict[int, bool] = {}
         self._made: dict[torch.dtype | None, Leaves] = {}
@@ -285,8 +290,7 @@ class Prober:
         point.write(leaves)
         for leaf in leaves.values():
             leaf.grad = None  # of a pass that failed
-        epsilon = math.inf if point.seed is None else thresholds.EPSILON
-        swapped = sandbox.swapped(self.model, leaves, dtype=precision.dtype, epsilon=epsilon)
+        swapped = sandbox.swapped(self.model, leaves, dtype=precision.dtype, generic=point.seed is not None)
         with sandbox.isolated(precision.dtype, seed if draw is None else draw), swapped:
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
@@ -295,6 +299,7 @@ class Prober:
             with record_calls(self.model, calls) if graph else nullcontext():
                 result = self.model(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
+            outputs = [t for t in outputs if t.requires_grad] or outputs  # what is logged does not train
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
             tables = self._backward(outputs, leaves, noise) if backward else {}
@@ -339,11 +344,13 @@ class Prober:
 
         # Sums and not `grad_tensors`, for which torch imports a computer algebra system.
         losses = []
-        for t in [t for t in outputs if t.requires_grad]:
+        for t in (t for t in outputs if t.requires_grad):
             cotangent = torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device))
             cotangent *= torch.isfinite(t.detach())
             losses.append(torch.vdot(cotangent.flatten(), t.flatten()).real)
         nodes, wanted = graph_nodes(outputs), {name: leaves[name] for name in self.trainable}
+        originals = {id(p): name for name, p in self.parameters.items()}
+        self.captured |= {originals.get(id(getattr(node, "variable", None)), "") for node in nodes} - {""}
         # Each gradient is taken as soon as it is complete. A function written in Python may run backward inside: then
         # a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted

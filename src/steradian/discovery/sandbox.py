@@ -7,7 +7,6 @@ hooks on parameters, counters and caches never see a probe. The originals are pu
 import copy
 import dataclasses
 import inspect
-import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -25,13 +24,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from steradian.discovery.thresholds import ATTRIBUTE_DEPTH, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
+from steradian.discovery.thresholds import ATTRIBUTE_DEPTH, EPSILON, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
 from steradian.groups import parameters_of
 
 Leaves = dict[str, nn.Parameter]
 
 _CONSTANTS = (bool, int, float, str, NoneType)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_LIBRARY = ("torch.", "builtins", "weakref")  # modules of functions and objects that are left as they are
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
 
@@ -50,15 +50,19 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def swapped(
-    model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, epsilon: float = math.inf
+    model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, generic: bool = False
 ) -> Iterator[None]:
-    """Run the model in training mode on the leaves and on copies of all else, with an ε of at most `epsilon`."""
+    """Run the model in training mode on the leaves and on copies of all else; `generic` ones at a random point."""
     with ExitStack() as stack:
-        attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype, stack)
+        copies: dict[int, Any] = {id(p): leaves[name] for name, p in parameters_of(model).items()}
+        attributes = _Attributes(copies | {id(module): module for module in model.modules()}, dtype, stack)
         for module in list(model.modules()):
             attributes.swap(module)
-            own = {name: module.__dict__.get(name) for name in ("eps", "epsilon", "variance_epsilon")}
-            module.__dict__.update({name: min(e, epsilon) for name, e in own.items() if isinstance(e, float)})
+            own = {name: module.__dict__.get(name) for name in ("eps", "epsilon", "variance_epsilon") if generic}
+            module.__dict__.update({name: min(e, EPSILON) for name, e in own.items() if isinstance(e, float)})
+            mean, var = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+            if generic and mean is not None and var is not None:
+                mean += var.sqrt() / 2  # in eval mode, fresh statistics would hide that a mean is subtracted
             # What transformers and timm recompute in the backward pass would not be in float64, nor in the graph.
             recomputing = {"gradient_checkpointing", "grad_checkpointing"} & module.__dict__.keys()
             module.__dict__.update(dict.fromkeys(recomputing, False))
@@ -78,7 +82,7 @@ def swapped(
 
 
 class _Attributes:
-    """The attributes of modules, and of the user's objects that they hold, swapped for private copies.
+    """The attributes of modules, and of other modules and objects that they hold, swapped for private copies.
 
     A forward pass may count in a dictionary of dictionaries, keep its last activations in a queue, or draw from a
     generator of its own. `copies` are those that exist already, by the id of the original; the stack restores.
@@ -95,7 +99,7 @@ class _Attributes:
         attributes.update({name: self._copy(value, depth, objects=objects) for name, value in originals.items()})
 
     def _copy(self, value: Any, depth: int, *, objects: bool) -> Any:
-        if type(value) in _CONSTANTS or callable(value) or id(value) in self._copies:
+        if type(value) in _CONSTANTS or isinstance(value, type) or id(value) in self._copies:
             return self._copies.get(id(value), value)
         copied, inside = value, partial(self._copy, depth=depth - 1, objects=objects)
         if isinstance(value, Tensor):
@@ -113,11 +117,12 @@ class _Attributes:
             if not isinstance(value, set) and len(value) <= MOST_ITEMS:
                 for place, item in value.items() if isinstance(value, dict) else enumerate(value):
                     copied[place] = inside(item)
-        elif objects and depth and hasattr(value, "__dict__"):
-            of_user = type(value).__module__.partition(".")[0] not in ("torch", "builtins")
-            if of_user and not any(isinstance(item, nn.Module) for item in value.__dict__.values()):
-                self._copies[id(value)] = value
-                self.swap(value, depth - 1, objects=False)
+        elif issubclass(type(value), nn.Module):  # not registered, such as a teacher in a list, and no weak proxy
+            self._copies[id(value)] = value
+            self.swap(value)
+        elif objects and depth and hasattr(value, "__dict__") and not type(value).__module__.startswith(_LIBRARY):
+            self._copies[id(value)] = value
+            self.swap(value, depth - 1, objects=False)
         self._copies[id(value)] = copied
         return copied
 
@@ -201,23 +206,24 @@ def _search(value: Any, depth: int) -> Iterator[Tensor]:
         yield from _search(item, depth - 1)
 
 
-def map_inputs(value: Any, change: Callable[[Tensor, str], Tensor], name: str = "") -> Any:
-    """The same nest with every tensor replaced by change(tensor, name of the argument or key)."""
+def map_inputs(value: Any, change: Callable[[Tensor, str], Tensor], name: str = "", depth: int = NEST_DEPTH) -> Any:
+    """The same nest with every tensor replaced by change(tensor, name of the argument, key or attribute)."""
+    inside = partial(map_inputs, change=change, depth=depth - 1)
     if isinstance(value, Tensor):
         return change(value, name)
     if isinstance(value, list | tuple):
-        items = [map_inputs(item, change, name) for item in value]
+        items = [inside(item, name=name) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         changed = copy.copy(value)
-        changed.update({key: map_inputs(item, change, str(key)) for key, item in value.items()})
+        changed.update({key: inside(item, name=str(key)) for key, item in value.items()})
         return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        instance = copy.copy(value)
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            object.__setattr__(instance, field.name, map_inputs(item, change, field.name))
-        return instance
+    names = list(getattr(value, "__dict__", getattr(value, "__dataclass_fields__", ())))
+    if depth > 0 and names and tensors_in(value):
+        changed = copy.copy(value)
+        for attribute in names:
+            object.__setattr__(changed, attribute, inside(getattr(changed, attribute, None), name=attribute))
+        return changed
     return value
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 # Passes
-MOST_PASSES = 12  # forward passes through the model, with or without a backward pass: what a user waits for
-USUAL_PASSES = 9  # passes of most models, for the progress bar
+MOST_PASSES = 13  # forward passes through the model, with or without a backward pass: what a user waits for
+USUAL_PASSES = 10  # passes of most models, for the progress bar
 BAR_SECONDS = 3  # a progress bar for less would only flicker
 RANDOM_POINTS = 3  # at which every model is probed: two could agree by chance
 SIGN_FLIPS = 2  # further points, where what has no gradient changes sign: one after another activates deeper parts
@@ -61,6 +61,7 @@ PAIR_FACTORS = 8  # largest |log2 α| in the forward check f(αa, b/α) = f(a, b
 LEAST_MOVE, MOST_MOVE = 1e-3, 0.03  # between these, outputs may move as far as the defect of the worst row explains
 LEFT_OUT, MOST_LEFT_OUT = 0.01, 0.25  # imbalance of rows that are not scaled at ordinary scale, and their largest share
 MOST_GRADUAL_MOVE, GRADUAL = 0.1, 0.02  # a larger move may be due to ε if scaling by 1.02 gives this share of it
+SHRUNK = 0.2  # share of `Precision.same` that outputs may move when rows shrink by powers of two, which rounds nothing
 MOST_PREDICTED = 0.3  # largest move that the derivatives along all rows may predict: in a deep model ε's add up
 
 # Points and inputs
