@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -377,6 +378,19 @@ def test_a_state_that_is_lost_in_the_middle(kind):
     assert_angles(watcher, run.history, watcher.names)
 
 
+@pytest.mark.parametrize("first", [0.5, 0.1])
+def test_a_decay_that_takes_all_of_the_weights(first):
+    """1 − ηλ = 0 in the second half: the state does not tell the point before the step."""
+    model = network()
+    run = Training(model.named_parameters(), torch.optim.AdamW(model.parameters(), lr=first, weight_decay=2.0))
+    with watch(run.optimizer, model) as watcher:
+        run.take(STEPS // 2)
+        run.optimizer.param_groups[0]["lr"] = 0.5
+        run.take(STEPS // 2)
+    assert not watcher.alerts
+    assert_angles(watcher, run.history, watcher.names)
+
+
 class Fails(torch.optim.AdamW):
     """Raises in some of its calls, before or after it changed half of the weights."""
 
@@ -642,6 +656,70 @@ def test_a_pickled_optimizer_keeps_the_names_of_its_parameters():
     assert_angles(watcher, run.history, ["0.weight", "0.bias", "2.weight", "2.bias"])
 
 
+class TensorState(Bare):
+    """The state of a parameter is a tensor by itself."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = param.grad.sum()
+
+
+@pytest.mark.parametrize("phenomena", [False, True])
+def test_a_state_that_is_a_tensor(phenomena):
+    model = network()
+    run = Training(model.named_parameters(), TensorState(model.parameters()))
+    with watch(run.optimizer, model, phenomena=phenomena) as watcher:
+        run.take(STEPS)
+    assert watcher.error is None
+    assert_angles(watcher, run.history, watcher.names)
+
+
+def test_the_summary_says_that_an_error_ended_the_watch():
+    class Broken(dict):
+        def items(self):
+            raise LookupError("no entries")
+
+    run, model = training("RAdam")
+    with watch(run.optimizer, model) as watcher:
+        run.take(2)
+        assert "an error" not in watcher.summary()
+        for param, state in list(run.optimizer.state.items()):
+            run.optimizer.state[param] = Broken(state)
+        run.take(STEPS)
+    assert watcher.summary().startswith("RAdam: an error ended the watch: LookupError('no entries')\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("block", [False, True])
+def test_a_fork_that_ends_does_not_stop_the_watch(block, tmp_path):
+    """In a process of its own, since pytest must not end in the fork."""
+    script = f"""
+import os, sys, torch, steradian as st
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+def step():
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+watcher = st.watch(optimizer, model, to={str(tmp_path / "run")!r}, every=1)
+def train():
+    step()
+    if os.fork() == 0:
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    step()
+if {block}:
+    with watcher:
+        train()
+else:
+    watcher.start()
+    train()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert sorted(set(read_run(tmp_path / "run").table["step"])) == [0, 1]
+
+
 # Where records go
 
 
@@ -759,6 +837,7 @@ def test_a_disk_that_is_full(tmp_path, caplog, recwarn, monkeypatch):
     assert watcher.summary()
     texts = [text for text in said(caplog, recwarn) if "No space left" in text or "could not be written" in text]
     assert 1 <= len(texts) <= 2
+    assert list(series(watcher.records(), "angle", "2.weight")) == list(range(STEPS))  # in memory
     assert {0, 1} <= set(read_run(tmp_path / "run").table["step"])
 
 
@@ -936,7 +1015,7 @@ def test_summaries_say_what_the_watch_cost():
     with watch(run.optimizer, model) as watcher:
         run.take(STEPS)
     last = watcher.summary().strip().splitlines()[-1]
-    assert "%" in last
+    assert "% of the training's time" in last or "× the time of the training's own steps" in last
     assert any(unit in last for unit in ("MB", "MiB", "kB", "KiB", "KB", "GB", " B"))
 
 

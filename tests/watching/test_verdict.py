@@ -285,6 +285,97 @@ def test_weights_in_half_precision_that_rounding_keeps_where_they_are(gains):
     assert ("1.weight" if gains else "0.weight") in sentence.text
 
 
+def trained(optimizer, model, steps, every=None, loss=lambda step, out: out.square().mean(), accumulate=1):
+    """A watched training on noise."""
+    with st.watch(optimizer, model, every=every, cost=1e9) as watch:
+        for step in range(steps):
+            loss(step, model(torch.randn(16, 12))).backward()
+            optimizer.step()
+            if (step + 1) % accumulate == 0:
+                optimizer.zero_grad()
+    return watch
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adadelta])
+def test_float32_weights_that_a_tiny_rate_does_not_move(make):
+    for lr, lost in ((1e-12, True), (1e-4, False)):
+        model = two_layers()
+        watch = trained(make(model.parameters(), lr=lr), model, 20)
+        assert ("rounded" in kinds(watch.verdict())) is lost
+        if lost:
+            sentence = only(watch.verdict(), "rounded")
+            assert sentence.severity == "warning"
+            assert re.search(r"\d of 6 groups in float32 did not move, or hardly did, at most of", sentence.text)
+
+
+@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("times", [2, 4])
+def test_an_optimizer_that_accumulates_inside_its_step_is_not_frozen(times, every):
+    class Accumulating(torch.optim.AdamW):
+        calls = 0
+
+        def step(self, closure=None):
+            self.calls += 1
+            return super().step(closure) if self.calls % times == 0 else None
+
+    model = two_layers()
+    watch = trained(Accumulating(model.parameters(), lr=1e-2), model, 150, every, accumulate=times)
+    assert watch.verdict()[0].text.startswith("Nothing is wrong up to step 149" if every else "Nothing is wrong up to")
+    assert "the median layer turns 0.0" in watch.verdict()[0].text
+
+
+@pytest.mark.parametrize(
+    ("steps", "nan_at", "text"),
+    [
+        (900, 155, r"from a step between 151 and 160 on, and the training cannot recover from this\.$"),
+        (155, 152, r"from a step between 151 and 155 on, and the training cannot recover from this\.$"),
+        (15, 14, r"from step 15 on, .*; it was first seen in the gradient of 0.weight and 5 more at step 14\.$"),
+        (90, 50, r"from a step between 51 and 60 on, .*; it was first seen in the gradient of .* at step 50\.$"),
+    ],
+)
+def test_nan_between_observed_steps_is_dated_by_both(steps, nan_at, text, tmp_path):
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(step, out):
+        return out.square().mean() * (torch.nan if step == nan_at else 1)
+
+    with st.watch(optimizer, model, cost=1e9, to=tmp_path) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(step, model(torch.randn(16, 12))).backward()
+            optimizer.step()
+    sentence = only(watch.verdict(), "not finite")
+    assert sentence.severity == "bad"
+    assert re.search(text, sentence.text), sentence.text
+    assert only(verdict(read_run(tmp_path)), "not finite") == sentence
+
+
+def test_a_loss_of_0_kills_no_layer():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = trained(optimizer, model, 40, 1, lambda step, out: (out.square() if step < 20 else 0 * out).mean())
+    sentence = watch.verdict()[0]
+    assert (sentence.kind, sentence.severity) == ("dead", "warning")
+    assert sentence.text.startswith("Every gradient is exactly 0 since step 20: the loss does not depend on")
+
+
+def test_one_layer_is_not_compared_with_itself():
+    model = nn.Linear(12, 4)
+    [sentence, *_] = trained(torch.optim.SGD(model.parameters(), lr=0.01), model, 20).verdict()
+    assert re.match(r"Nothing is wrong up to step 19: the layer turns 0\.00\d+ rad per step, and the", sentence.text)
+
+
+def test_a_watch_that_takes_longer_than_the_training():
+    text = verdict(run(cost=2.9))[0].text
+    assert text.endswith("and the watch took 2.9 × the time of the training's own steps.")
+
+
 @pytest.mark.parametrize("at", [0, 10])
 @pytest.mark.parametrize("whole", [False, True])
 def test_layers_that_are_replaced_in_the_model_take_no_step(whole, at, tmp_path):
@@ -616,13 +707,13 @@ def test_the_verdict_of_a_large_run_is_quick():
 
 
 def test_a_long_history_is_thinned(monkeypatch):
-    monkeypatch.setattr("steradian.watching.verdict._KEPT", 6000)
+    monkeypatch.setattr("steradian.watching.verdict._KEPT", 6500)
     history = History()
     ones = np.ones((100, 1, 2, len(STATISTICS)))
     for k in range(20):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
-    assert history.values.size <= 6000
+    assert history.values.size <= 6500
     assert history.steps.tolist() == list(range(0, 2000, 8))
 
 

@@ -287,7 +287,8 @@ class RecordedRun:
     "groups" ([{"name", "names", "label", "layout", "shapes", "dtype", "rows", "size", "reason", "defect"}]), "rest"
     (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost"
     ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "last_step" (the last one that was taken,
-    known when the watch has stopped), "environment". What 0.1 did not write is filled in.
+    known when the watch has stopped), "not_finite" (groups with NaN or infinite weights at the end), "environment".
+    What 0.1 did not write is filled in.
     """
 
     name: str  #: the run's name

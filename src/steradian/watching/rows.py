@@ -82,7 +82,8 @@ class WatchedGroup:
         """Its whole parameters, those of this rank; `points` are the parameters before the step, if copied."""
         found = []
         for k, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
-            state = self.optimizer.state.get(param, {})
+            state = self.optimizer.state.get(param)
+            state = state if isinstance(state, Mapping) else {}  # some optimizers keep a tensor by itself
             alike = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape}
             now, here, *entries = self.locals([param, gradient, *alike.values()])
             state = {**state, **dict(zip(alike, entries, strict=True))}

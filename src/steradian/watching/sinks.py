@@ -154,11 +154,14 @@ class Folder(Sink):
         if len(block.steps) and not self._begun:
             self._begun = True
             self._tasks.put(partial(self.files.drop_alerts, int(block.steps[0])))
-        self._tasks.put(lambda: self.files.add("part", block.columns()))
+        self._tasks.put(partial(self._add, "part", block.columns))
         if block.rows:
-            self._tasks.put(lambda: self.files.add("rows", block.row_columns()))
+            self._tasks.put(partial(self._add, "rows", block.row_columns))
         if block.paths:
-            self._tasks.put(lambda: self.files.add("path", block.path_columns()))
+            self._tasks.put(partial(self._add, "path", block.path_columns))
+
+    def _add(self, kind: str, columns: Callable[[], Columns]) -> None:
+        self.files.add(kind, columns())
 
     def alert(self, alert: Alert) -> None:
         self._tasks.put(partial(self.files.alert, vars(alert)))
@@ -169,9 +172,14 @@ class Folder(Sink):
         self._tasks.put(partial(self.files.describe, about))
 
     def table(self) -> "pd.DataFrame":
-        """Everything that was written so far."""
+        """Everything that was written so far, or waits for the disk."""
+        import pandas as pd
+
         self.drain()
-        return records.read_parts(self.files.folder, "part", COLUMNS)
+        waiting = [task.args[1]() for task in self._unwritten if isinstance(task, partial) and task.args[0] == "part"]
+        written = records.read_parts(self.files.folder, "part", COLUMNS)
+        tables = [*([written] if len(written) else ()), *map(pd.DataFrame, waiting)]
+        return pd.concat(tables, ignore_index=True) if waiting else written
 
     def drain(self) -> None:
         """Wait until everything queued so far is written, or failed to be."""
@@ -238,7 +246,7 @@ def _locked(folder: Path) -> int | None:
         if lock is not None:
             os.close(lock)
         if isinstance(error, BlockingIOError):
-            text = f"to must be a separate folder for each watch, but another one writes to {folder}"
+            text = f"to must be a separate folder for each watch, but another one writes to {folder}; stop() ends it"
             raise ValueError(text) from None
         return None
     return lock

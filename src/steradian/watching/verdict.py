@@ -20,7 +20,7 @@ from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, ca
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SEVERITIES", "History", "Sentence", "judge", "verdict"]
+__all__ = ["SEVERITIES", "History", "Sentence", "judge", "time_taken", "verdict"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -36,6 +36,8 @@ _OUT = 2.0  # an angle is far from its equilibrium beyond this factor
 _TIMES = 3.0  # an equilibrium should be reached after this many times 1/(ηλ) steps
 _BALANCED = 1.25  # weight decay is in balance if the radius is within this factor of its equilibrium
 _STILL = 1e-7  # radians: what the rounding of float32 numbers alone may turn a row by
+_LOST = 1e-8  # relative update of which the rounding of float32 weights leaves little or nothing
+_STEADY = 0.6  # an optimizer pauses if it turned a group at less than this share of the steps up to the last turn
 _FELL, _ROSE = 2.0, 1.25  # the rate fell, or the angle rose, if it did so by more than this factor
 _COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
 _KEPT = 2**22  # numbers that a history keeps: 16 MB
@@ -43,7 +45,7 @@ _OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}  # alerts th
 _SEVERAL = {"is": "are", "was": "were", "turns": "turn", "its": "their"}
 _PAIRS = [  # quantities and statistics that a verdict is made from
     *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
-    *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
+    *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max"), ("update", "median")),
     *(("gradient_norm", statistic) for statistic in ("min", "q10", "median", "max")),
 ]
 
@@ -180,6 +182,13 @@ class _Run:
         self.count = min(max(_FEWEST_STEPS, len(self.steps) // 10), int(later.sum()))
         self.end = slice(-self.count, None)  # the last observed steps, which a verdict is about
         self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
+        halves = np.array([entry.get("dtype") in ("bfloat16", "float16") for entry in self.entries], dtype=bool)
+        # An optimizer that accumulates inside `step` pauses, perhaps at all observed steps of the end.
+        angles = np.nan_to_num(self.get("angle"), posinf=0.0)
+        moves, numbers = angles > _STILL, np.arange(1, len(angles) + 1)[:, None]
+        pauses = (moves.sum(axis=0) < _STEADY * (moves * numbers).max(axis=0)) & (self.angle <= _STILL) & ~halves
+        now = angles[self.end].mean(axis=0)
+        self.angle = np.where(pauses, np.where(now > 0, now, angles.mean(axis=0)), self.angle)
         rates = self.get("lr", "mean")
         self.rates = np.where(np.isfinite(rates), rates, -1.0)  # −1 where no rate is known
         radius, gradient = self.get("radius", "max"), self.get("gradient_norm", "max")
@@ -198,9 +207,10 @@ class _Run:
         turns = np.array([entry["size"] > 1 for entry in self.entries])  # a number has only a sign
         self.still = turns & (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~idle
         self.moving = (self.angle > 0) & ~(self.dead | self.still | unused | np.isinf(radius[self.end]).any(axis=0))
-        # What rounding to half precision leaves of a step may be nothing, also of a bias or a gain.
-        halves = np.array([entry.get("dtype") in ("bfloat16", "float16") for entry in self.entries], dtype=bool)
-        self.rounded = halves & (self.angle == 0) & (self.rate > 0) & (self.now("gradient_norm", "max") > 0) & ~idle
+        # What rounding leaves of a step may be nothing, also of a bias or a gain. In float32 the state tells the step.
+        single = np.array([entry.get("dtype") == "float32" for entry in self.entries], dtype=bool) & ~self.still
+        lost = single & (np.fmax.reduce(self.get("update"), axis=0) < _LOST) | halves & (self.angle == 0)
+        self.rounded = lost & (self.rate > 0) & (self.now("gradient_norm", "max") > 0) & ~idle
 
     @property
     def median_angle(self) -> float:
@@ -270,15 +280,18 @@ class _Run:
 
 def _not_finite(run: _Run) -> Iterator[Sentence]:
     """NaN or infinite numbers, unless an optimizer that froze is said to have done so after them."""
-    if not run.not_finite.any():
-        return
     weights, gradients = (np.isinf(run.get(quantity, "max")) for quantity in ("radius", "gradient_norm"))
-    lost, first = weights[run.end].any(axis=0), run.first(run.not_finite)
+    ended = np.isin(run.groups, run.about.get("not_finite", ())) & (run.get("radius", "max") >= 0).any(axis=0)
+    lost, first = weights[run.end].any(axis=0) | ended, run.first(run.not_finite)
     if lost.any():
-        what, bad = ("gradient", gradients) if gradients[first].any() else ("weights", weights)
-        step, where = run.steps[run.first(weights[:, lost])], run.names(bad[first])
-        yield from run.say("weights", lost, step=step, what=what, where=where, first=run.steps[first])
-    elif not any("after NaN" in sentence.text for sentence in _frozen(run)):
+        steps = [*run.steps.tolist(), (run.about.get("last_step") or 0) + 1]  # after which the weights were tested
+        at = run.first(np.vstack([weights, ended])[:, lost])
+        known = at == 0 or steps[at] == steps[at - 1] + 1
+        step = f"step {steps[at]:,}" if known else f"a step between {steps[at - 1] + 1:,} and {steps[at]:,}"
+        what = " and ".join(name for name, bad in (("weights", weights), ("gradient", gradients)) if bad[first].any())
+        seen = f"; it was first seen in the {what} of {run.names(run.not_finite[first])} at step {steps[first]:,}"
+        yield from run.say("weights", lost, step=step, seen=seen if what and (known or first < at) else "")
+    elif run.not_finite.any() and not any("after NaN" in sentence.text for sentence in _frozen(run)):
         times, where = _count(int(run.not_finite.any(axis=1).sum()), "observed step"), run.names(run.not_finite[first])
         given = {"severity": "bad" if run.not_finite[-1].any() else "warning", "first": run.steps[first]}
         yield from run.say("gradients", run.not_finite.any(axis=0), times=times, where=where, **given)
@@ -304,7 +317,9 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
 
 def _dead(run: _Run) -> Iterator[Sentence]:
     """Layers and rows whose gradient is exactly 0, and layers without one."""
-    yield from run.say("dead", run.dead, among=run.layers, since=~(run.get("gradient_norm", "max") > 0))
+    gradient = run.get("gradient_norm", "max")
+    every = run.dead.any() and not (gradient[run.end] > 0).any()  # also of biases and gains
+    yield from run.say("loss" if every else "dead", run.dead, among=run.layers, since=~(gradient > 0))
     left = np.isnan(run.get("radius", "max"))
     gone = run.layers & left[run.end].all(axis=0)
     severity = "warning" if left[run.end].all() else "note"
@@ -377,13 +392,13 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
     falls = _ratio(run.rates.max(axis=0), run.rate) > _FELL
-    late = "weight decay has not had the time to lead there"
-    why = np.where(falls, "radii follow a falling rate slowly", late)
+    early = " (weight decay has not had the time to lead there)"
+    why = np.where(falls, " (radii follow a falling rate slowly)", early)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
         out = known & (factor > _OUT)
-        key = "equilibrium" if (elapsed[out & ~falls] > _TIMES).any() else "on the way"
         given = {"word": word, "median": float(_median(factor[out])), "expected": expected, "why": why}
-        yield from run.say(key, out, factor, known, angle=run.angle, **given)
+        given |= {"why": "", "severity": "warning"} if (elapsed[out & ~falls] > _TIMES).any() else {}
+        yield from run.say("equilibrium", out, factor, known, angle=run.angle, **given)
 
 
 def _of_alerts(run: _Run) -> Iterator[Sentence]:
@@ -449,14 +464,22 @@ def _healthy(run: _Run) -> Iterator[Sentence]:
     """The angles of the layers and the cost of the watch."""
     among, share = run.layers & run.moving, run.about["cost"].get("share")
     took = "the watch's cost is not known yet"
-    took = f"the watch took {_shown(100 * share)} % of the training's time" if share else took
+    took = f"the watch took {time_taken(share)}" if share else took
     ends = [np.where(among, run.angle, math.inf).argmin(), np.where(among, run.angle, -math.inf).argmax()]
     least, most = (f"{_shown(run.angle[g])} ({run.groups[g]})" for g in ends)
-    given = {"median": run.median_angle, "least": least, "most": most} if among.any() else {}
+    count = int(among.sum())
+    median = f"the {'median ' * (count > 1)}layer turns {_shown(run.median_angle)} rad per step" if count else ""
+    pace = f"{median}, the {count} layers from {least} to {most}" if count > 1 else median or "no layer turns"
     seen, last = int(run.steps[-1]), run.about.get("last_step") or 0
     late = last - seen > 0.1 * (last - run.steps[0])
     step = f"{seen:,}" + (f", the last observed one of {last + 1:,} steps" if late else "")
-    yield from run.say("healthy" if given else "still", among=among, step=step, took=took, **given)
+    yield from run.say("healthy", step=step, pace=pace, took=took)
+
+
+def time_taken(share: float) -> str:
+    """The time that the watch took, as a share of the training's without it."""
+    longer = f"{_shown(share)} × the time of the training's own steps"
+    return longer if share > 1 else f"{_shown(100 * share)} % of the training's time"
 
 
 def _shown(value: Any) -> str:

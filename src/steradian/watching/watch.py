@@ -28,16 +28,16 @@ from torch.optim import Optimizer
 
 from steradian.groups import Groups
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
+from steradian.watching.buffer import ON_INVARIANT, Buffer, decoupled_decay, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
 from steradian.watching.records import SECONDS, Alert, causes, last_step, relabelled
-from steradian.watching.rows import INVARIANT, Membership, Model, watched_groups
+from steradian.watching.rows import INVARIANT, Membership, Model, nominal_rate, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
 from steradian.watching.statistics import Imbalance
-from steradian.watching.verdict import Sentence, judge
+from steradian.watching.verdict import Sentence, judge, time_taken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,6 +182,7 @@ class Watch:
         self._lock = threading.RLock()  # a notebook may call `records()` while another thread trains
         self.running = self._stopped = self._failed = False  #: it was started and not stopped
         self.error: Exception | None = None  #: the first exception in the watch, if there was one
+        self._not_finite: list[str] = []  # groups whose weights were NaN or infinite when it stopped
         self._hooks: list[Any] = []
         self._last_hooks: dict[int, int] = {}  # the post-hook of each optimizer
 
@@ -191,7 +192,7 @@ class Watch:
         """Start to watch; `with watch(…)` does it for you."""
         if self.running:
             raise RuntimeError("this watch is already running")
-        self.running, self._stopped = self._idle, False
+        self.running, self._stopped, self._process = self._idle, False, os.getpid()
         if self._idle:
             return self
         self._about = self.about()
@@ -201,7 +202,7 @@ class Watch:
             self._step = max(self._step, counted_steps(self.optimizers) or 0)
         for buffer in self.buffers:
             buffer.source.open()
-        self._failed, self._stepped, self._begun = False, set(), set()
+        self._failed, self._stepped, self._begun, self._not_finite = False, set(), set(), []
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
             before = torch.compiler.disable(partial(self._guarded, self._before))
@@ -211,7 +212,7 @@ class Watch:
             self._last_hooks[id(optimizer)] = self._hooks[-1].id
         self.running = True
         # Only the hooks refer to the watch, so that it is collected with its optimizer.
-        self._at_exit = partial(_stop_at_exit, weakref.ref(self), os.getpid())
+        self._at_exit = partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         return self
 
@@ -263,7 +264,7 @@ class Watch:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))
         mine = [buffer.source for buffer in self.buffers if buffer.optimizer is optimizer]
-        if self._observing and self._others_follow(optimizer):
+        if self._observing and (self._others_follow(optimizer) or any(map(_forgets, optimizer.param_groups))):
             if not all(source.two_points for source in mine):
                 self._flush.send(everything=False)  # what was read from the state so far is not of two points
             for source in mine:
@@ -383,29 +384,36 @@ class Watch:
         try:
             self._flush_all(together=together)
             self._cost.choose(self._output.store.seconds)
+            if not (self._failed or self.sharded):  # the training is over, so the host may wait for the device
+                self._not_finite = [g.name for g in self.watched if not all(p.isfinite().all() for p in g.params)]
         finally:
             for buffer in self.buffers:
                 buffer.source.close()
             if self._output.folder is not None:
                 known = {"missing": self.missing, "cost": self._cost_so_far(), "last_step": self._last_step}
-                self._output.folder.describe({**self._about, **known})
+                self._output.folder.describe({**self._about, **known, "not_finite": self._not_finite})
 
     def __enter__(self) -> "Watch":
         return self.start()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception on one rank, the others may never arrive here.
-        self._stop(together=kind is None)
+        self.stop() if kind is None else self._stop_alone()
 
-    def __del__(self) -> None:
-        if getattr(self, "running", False):
+    def _stop_alone(self) -> None:
+        """Stop without the other ranks; a fork that ends does not stop the watch of the process that started it."""
+        if getattr(self, "running", False) and os.getpid() == self._process:
             self._stop(together=False)
+
+    __del__ = _stop_alone
 
     # Records
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, **named: float | Tensor) -> None:
         """Record numbers of the run as a whole, such as a loss, at the last step; a tensor is not waited for."""
-        given = {name: _one_number(name, value) for name, value in {**(values or {}), **named}.items()}
+        given = {name: _one_number(value) for name, value in {**(values or {}), **named}.items()}
+        if bad := [name for name, value in given.items() if value is None]:
+            warnings.warn(f"not recorded: {', '.join(bad)}: what is logged must be one number", stacklevel=2)
         if self._stopped:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self._idle:
@@ -413,7 +421,8 @@ class Watch:
                 present = self._first_step() if self._step is None else self._step
                 step = max(0, present if self._stepped else present - 1)
                 for name, value in given.items():
-                    self._flush.log(step, name, value)
+                    if value is not None:
+                        self._flush.log(step, name, value)
 
     def flush(self) -> None:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
@@ -453,7 +462,8 @@ class Watch:
             return f"{self.run}: not started yet, which `with watch(…):` or watch.start() does"
         self.flush()
         verdict = [f"- {sentence.text}" for sentence in self.verdict()]
-        lines = [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
+        lines = [_wrapped(f"{self.run}: an error ended the watch: {self.error!r}"), ""] if self._failed else []
+        lines += [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
         lines.append(last_step(self.run, self._output.last, self.labels()))
         lines += [_wrapped(f"alert: {cause.text}") for cause in causes(self.alerts)]
         reasons: dict[str, list[str]] = {}
@@ -465,7 +475,7 @@ class Watch:
         cost = self._cost_so_far()
         if cost["share"] is not None:
             lines.append(
-                f"the watch took {100 * cost['share']:.1f} % of the training's time ({1000 * cost['seconds']:.2g} ms "
+                f"the watch took {time_taken(cost['share'])} ({1000 * cost['seconds']:.2g} ms "
                 f"for each of {cost['observed']} observed steps) and {cost['bytes'] / 2**20:.3g} MB"
             )
         return "\n".join(lines)
@@ -537,6 +547,7 @@ class Watch:
             "rest": sorted(rest),
             "cost": self._cost_so_far(),
             "last_step": self._last_step,
+            "not_finite": self._not_finite,
             "environment": {"torch": torch.__version__, "python": platform.python_version(), "device": device},
         }
 
@@ -619,14 +630,12 @@ def _at_least(least: int, value: Any) -> bool:
     return isinstance(value, Integral) and int(value) >= least
 
 
-def _one_number(name: str, value: Any) -> float | Tensor:
-    """A logged value; a tensor as a copy that is not waited for."""
+def _one_number(value: Any) -> float | Tensor | None:
+    """A logged value; a tensor as a copy that is not waited for. None if it is not one number."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).clone()
     array = np.asarray(None if isinstance(value, list | tuple | Tensor) else value)
-    if array.size != 1 or array.dtype.kind not in "biuf":
-        raise ValueError(f"{name} must be one number, got {value!r}")
-    return float(array.item())
+    return float(array.item()) if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
 def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
@@ -648,11 +657,17 @@ def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
     return found
 
 
-def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
-    """At the end of the process that started it, without the other ranks; a fork does not stop its parent's watch."""
+def _forgets(settings: Mapping[str, Any]) -> bool:
+    """Whether a step of a param group keeps so little of the weights, 1 − ηδ, that it cannot be taken back."""
+    rate, decay = nominal_rate(settings), decoupled_decay(settings)
+    on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"  # others are not waited for
+    return bool(decay and on_host and abs(1 - float(rate) * decay) < 0.1)
+
+
+def _stop_at_exit(watch: "weakref.ref[Watch]") -> None:
     still = watch()
-    if still is not None and os.getpid() == process:
-        still._stop(together=False)
+    if still is not None:
+        still._stop_alone()
 
 
 def _wrapped(line: str) -> str:

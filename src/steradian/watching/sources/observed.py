@@ -106,14 +106,14 @@ class ObservedSource(Source):
     def before(self) -> None:
         if not self.two_points:
             return
-        if self._overwrites and self.closure and "defect" not in self.missing:
+        if self._overwrites and self.closure and "gradient_norm" not in self.missing:
             self._reads_displacement = False
             self.missing |= dict.fromkeys(_FROM_GRADIENT, "the step overwrites the gradient that its closure computes")
         scale = getattr(self.optimizer, "grad_scale", None)
         for group in self.watched:
             if not group.gone:
                 self._points[id(group)] = [group.local(param).clone() for param in group.params]
-                if self._overwrites and "defect" not in self.missing and group.active():
+                if self._overwrites and "gradient_norm" not in self.missing and group.active():
                     gradients = group.gradients()
                     self._gradients[id(group)] = [g.clone() if scale is None else g / scale for g in gradients]
                 if self.foreign and not self.closure and group.active():
@@ -241,10 +241,13 @@ class ObservedSource(Source):
             radius = xx.sqrt_()
         safe = radius.masked_fill(radius == 0, 1)
         of_gradient = {}
-        if "defect" not in self.missing:
+        if self.foreign and self.closure:
+            self.missing.setdefault("defect", "the step may compute the gradient of its closure at other weights")
+        if "gradient_norm" not in self.missing:
             length = sums["gg"].sqrt()
-            defect = invariance_defect(gx / safe, length).to(self.row_dtype)
-            of_gradient = {"defect": defect, "gradient_norm": length.to(self.row_dtype)}
+            of_gradient = {"gradient_norm": length.to(self.row_dtype)}
+            if "defect" not in self.missing:
+                of_gradient["defect"] = invariance_defect(gx / safe, length).to(self.row_dtype)
             del length
         del xx, gx
         update, inward = moved.clamp(min=0).sqrt_(), along / safe

@@ -50,7 +50,7 @@ class PhenomenaSource(ObservedSource):
             if id(group) not in self._states or self._states[id(group)] is not state:
                 # The momentum was loaded, or holds gradients from before the watch.
                 self._states[id(group)] = state
-                self._unknown[id(group)] = 1.0 if state else 0.0
+                self._unknown[id(group)] = 1.0 if isinstance(state, Tensor) or state else 0.0
                 self._memories[id(group)] = Memory(None, check=False)
         super().before()
 
