@@ -65,7 +65,7 @@ def main() -> None:
     # `WatchCallback(to=run)` is enough: all weights are watched, and rows are those of the optimizer's param groups.
     # With the groups the page also says which layer makes them invariant. `to=["loggers", run]` sends the numbers to
     # the trainer's loggers as well.
-    watching = WatchCallback(lambda module: module.groups, to=run)
+    watching = WatchCallback(lambda module: module.groups, to=run, every=5)  # often, since there are few steps
     checkpoint = ModelCheckpoint(args.out, filename="last", enable_version_counter=False)
     trainer = pl.Trainer(
         max_epochs=args.epochs,

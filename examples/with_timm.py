@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = create_optimizer_v2(model, opt=args.opt, lr=args.lr, param_group_fn=group)
 
     run = args.out / args.opt
-    with st.watch(optimizer, groups, to=run) as watch:
+    with st.watch(optimizer, groups, to=run, every=5) as watch:  # often, since there are few steps
         for epoch in range(args.epochs):
             for images, labels in DataLoader(data, args.batch, shuffle=True, drop_last=True):
                 optimizer.zero_grad()

@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--every", type=int, help="watch one in so many steps; by default as often as is cheap")
+    parser.add_argument("--every", type=int, default=5, help="watch one in so many steps")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 weights")
     parser.add_argument("--seed", type=int, default=0)

@@ -14,6 +14,7 @@ _INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _EARLY = 1000  # steps before which the interval may be 10; later it is at least 50: 300 of the first 10,000 steps
 _WARM_UP = 3  # observed steps whose cost is not counted: kernels are compiled and memory is allocated
 _SAMPLED = 8  # with a given interval, one of so many observations is measured on the device: it costs host time
+_CHEAP = 0.5  # seconds, times `share`: on a CPU an observation of 10 ms may be made at every tenth of the first steps
 _MARGIN = 2.0  # threads of one process disturb each other, which is not measured: about as much again
 
 
@@ -93,6 +94,8 @@ class Cost:
         if self.every is None and self._counted > 1:
             training = max(self._training / max(1, self._steps), self._device_step)
             needed = _MARGIN * self.seconds_per_observation / (self.share * training)
+            if self.device is None and self._steps < _EARLY and self.seconds_per_observation < _CHEAP * self.share:
+                needed = 0.0  # a short training has a verdict, too
             self.interval = next((each for each in _INTERVALS if each >= needed), _INTERVALS[-1])
 
     @property

@@ -84,7 +84,9 @@ def judge(history: "History", about: Mapping[str, Any], labels: dict[str, str], 
         steps = "step was" if len(run.steps) == 1 else "steps were"
         return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
     if run.count < _FEWEST_LATE:
-        return [*_not_finite(run), *run.say("few", late=run.count, steps=len(run.steps))]
+        taken = 1 + max(int(run.steps[-1]), about.get("last_step") or 0) - int(run.steps[0])
+        every = max(each for each in (1, 2, 5, 10) if each == 1 or 10 * each <= taken)
+        return [*_not_finite(run), *run.say("few", late=run.count, steps=len(run.steps), every=every)]
     kinds = _not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
