@@ -44,10 +44,8 @@ class Balance:
 
     def __call__(self, rate: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """Radius and angle in equilibrium, from the rate η and γ = ‖∇L(u)‖."""
-        gain, power, root, pace, free = (
-            torch.as_tensor(value, device=slope.device)
-            for value in (self.gain, self.power, self.root, self.pace, self.free)
-        )
+        factors = self.gain, self.power, self.root, self.pace, self.free
+        gain, power, root, pace, free = (torch.as_tensor(factor, device=slope.device) for factor in factors)
         radius = (gain * rate * slope**power) ** (1 / root)
         steady = pace * rate / radius.masked_fill(radius == 0, math.inf)
         return radius, torch.where(free.bool(), (pace * rate).sqrt(), steady)
@@ -205,9 +203,8 @@ def equilibrium(
 ) -> list[Equilibrium]:
     """The angle and radius of rows where growth and weight decay balance, or on the way there under a schedule.
 
-    r² ← r²(1 + δ((r*/r)^k − 1)) over the rates to come. With Adam and decoupled decay this follows from the settings.
-    SGD and coupled Adam need γ = ‖∇L(u)‖ over time: without `slopes` it is taken as constant, and the rows as in
-    equilibrium at the first rate.
+    With Adam and decoupled decay this follows from the settings. SGD and coupled Adam need γ = ‖∇L(u)‖ over time:
+    without `slopes` it is taken as constant, and the rows as in equilibrium at the first rate.
 
     Args:
         optimizer: torch's or our SGD, Adam or AdamW, `torch.optim.Muon`, Angular, or one whose class was registered.

@@ -45,8 +45,7 @@ class Taken:
                 f"the parameter of shape {tuple(self.param.shape)} has no {key!r} in the optimizer's state: "
                 "no step was taken yet, or the parameter had no gradient; call read_step after optimizer.step()"
             )
-        value = value.detach()
-        return value if value.dtype in (torch.float32, torch.float64) else as_float(value, key)
+        return as_float(value.detach(), key)
 
     def setting(self, key: str) -> float | Tensor:
         """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
@@ -82,8 +81,7 @@ class Taken:
         if self.before is not None:
             return gradient.add_(self.start() * l2)
         kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64, device="cpu")) * l2
-        smallest = kept.abs().min()
-        if smallest < 0.5:
+        if (smallest := kept.abs().min()) < 0.5:
             raise ValueError(
                 "the point before this step cannot be recovered accurately from the point after it "
                 f"(smallest |1 − rate·λ| = {smallest:.2g}): pass before=, the parameter before the step"
@@ -166,8 +164,7 @@ def reader_of(optimizer: Optimizer) -> Reader:
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     own = type(optimizer)
-    reader = _find_reader(own)
-    if reader is not None:
+    if reader := _find_reader(own):
         return reader
     known = ", ".join(sorted({*_named, *(kind.__name__ for kind in _readers)}))
     raise UnreadableOptimizerError(

@@ -270,6 +270,18 @@ def test_parameters_of_one_shape_step_as_each_does_alone(rows: Any, capturable: 
             torch.testing.assert_close(value, alone.state[q][name], rtol=0, atol=1e-10)
 
 
+def test_matrices_that_share_their_memory_are_stepped_one_after_the_other() -> None:
+    x = start().flatten(1)
+    shared, alone = nn.Parameter(x.clone()), nn.Parameter(x.clone())
+    both = optim.Angular([{"params": [shared, nn.Parameter(shared.data)], "rows": "filter"}], direction="muon")
+    for k, p in enumerate(both.param_groups[0]["params"]):
+        p.grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1 + k), dtype=x.dtype)
+        alone.grad = p.grad.clone()
+        optim.Angular([{"params": [alone], "rows": "filter"}], direction="muon").step()
+    both.step()
+    torch.testing.assert_close(shared.detach(), alone.detach(), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_filters_of_one_shape_step_as_each_does_alone(memory: torch.memory_format, dtype: torch.dtype) -> None:
@@ -338,10 +350,12 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         optim.Angular([{"params": [nn.Parameter(start())], "rows": "filter"}], **settings)
 
 
-def test_an_angle_that_a_scheduler_makes_too_large_is_refused() -> None:
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_angle_that_a_scheduler_makes_too_large_is_refused(as_tensor: bool) -> None:
     """OneCycleLR's max_lr is a rate of its own, and no factor of the angle."""
     p = nn.Parameter(start())
-    optimizer = optim.Angular([{"params": [p], "rows": "filter"}], lr=0.01)
+    lr = torch.tensor(0.01) if as_tensor else 0.01
+    optimizer = optim.Angular([{"params": [p], "rows": "filter"}], lr=lr)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False)
     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     while optimizer.param_groups[0]["lr"] <= 0.5:

@@ -63,15 +63,20 @@ def test_torch_is_the_twin_with_the_same_decay(name: str) -> None:
 
 
 def test_the_largest_rate_is_the_schedulers_or_that_of_the_group() -> None:
-    """OneCycleLR's max_lr; initial_lr under a warm-up that begins at a small rate; the group's own otherwise."""
+    """OneCycleLR's max_lr; initial_lr under a warm-up that begins at a small rate; the group's own otherwise.
+
+    A rate that is changed before the first scheduler is the one that it schedules, as in torch's optimizers.
+    """
     seen = {}
-    for name in ("OneCycleLR", "LinearLR", "none"):
+    for name in ("OneCycleLR", "LinearLR", "changed", "none"):
         p = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
         group = {"params": [p], "rows": "filter", "lr": 0.5}
         optimizer = optim.Adam([group], lr=0.1, weight_decay=0.1, decoupled_weight_decay=True, corrected_decay=True)
         if name == "OneCycleLR":
             lr_scheduler.OneCycleLR(optimizer, max_lr=0.8, total_steps=10, cycle_momentum=False)
-        if name == "LinearLR":
+        if name == "changed":
+            optimizer.param_groups[0]["lr"] = 2.0
+        if name in ("LinearLR", "changed"):
             lr_scheduler.LinearLR(optimizer, start_factor=0.25)
         p.grad = torch.zeros_like(p)
         rate = optimizer.param_groups[0]["lr"]
@@ -79,7 +84,19 @@ def test_the_largest_rate_is_the_schedulers_or_that_of_the_group() -> None:
         seen[name] = ((1 - p.detach()[0, 0]) / (rate * 0.1)).item(), rate
     assert seen["OneCycleLR"][0] == pytest.approx(seen["OneCycleLR"][1] / 0.8)
     assert seen["LinearLR"] == (pytest.approx(0.25), 0.125)
+    assert seen["changed"] == (pytest.approx(0.25), 0.5)
     assert seen["none"] == (pytest.approx(1.0), 0.5)
+
+
+def test_a_first_rate_of_zero_needs_a_largest_one() -> None:
+    p = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"lr must be > 0 with corrected_decay, or give the group max_lr"):
+        MAKE["Adam"]([{"params": [p], "rows": "filter", "lr": 0.0}], corrected_decay=True)
+    optimizer = MAKE["AdamW"]([{"params": [p], "rows": "filter", "lr": 0.0, "max_lr": 0.5}], corrected_decay=True)
+    optimizer.param_groups[0]["lr"] = 0.25
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((2, 3), 1 - 0.25 * 0.2 * 0.5))
 
 
 def test_it_survives_a_checkpoint() -> None:

@@ -1,6 +1,7 @@
 """The fused step against the reference, under Triton's interpreter on a CPU and on the GPU where there is one."""
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from functools import partial
@@ -711,3 +712,23 @@ def test_corrected_decay_equals_the_reference(decoupled, on_device):
             optimizer.param_groups[0]["lr"] = torch.tensor(rate, device=DEVICE) if on_device else rate
         run(made, 1)
     assert_alike(made, 3e-6)
+
+
+def test_a_corrected_decay_that_begins_or_ends_is_seen():
+    """Where it is all that a group's own update does; a decay of another value needs no other step."""
+    made = []
+    for fused in (False, True):
+        params = parameters([(4, 6), (4, 6)])
+        groups = [{"params": [p], "rows": "filter", "without": w} for p, w in zip(params, ("", "abc"), strict=True)]
+        made.append((params, Adam(groups, lr=0.1, decoupled_weight_decay=True, corrected_decay=True, fused=fused)))
+    steps = []
+    for decay in (0.0, 0.0, 1.0, 2.0, 0.0):
+        for params, optimizer in made:
+            for group in optimizer.param_groups:
+                group.update(lr=0.01, weight_decay=decay)
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        steps.append(made[1][1]._fused_step)
+        assert_alike(made, 1e-6)
+    assert [step is before for before, step in itertools.pairwise(steps)] == [True, False, True, False]

@@ -83,12 +83,14 @@ def test_letters_in_any_order_and_per_group() -> None:
     assert optimizer.state[mixed[1]["params"][0]]["exp_avg_sq"].shape == (3,)
 
 
-@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG])
+@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG, optim.Angular])
 def test_rates_of_the_rest(kind: Any) -> None:
     made = groups()
-    made.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    made += [{"params": [nn.Parameter(torch.zeros(2))], **rate} for rate in ({"lr": 0.5}, {"rest_lr": 0.375})]
     optimizer = kind(made, lr=0.25, rest_lr=0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25, 0.125, 0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25, 0.125, 0.5, 0.375]
+    with pytest.raises(ValueError, match="rest_lr must be a number ≥ 0, got -1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "rest_lr": -1})
 
 
 def test_adagradg_from_sgd() -> None:

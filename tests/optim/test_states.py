@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from optim.table import RATE, TABLE, Make, assert_same, groups, parameters, set_gradients, train
 from steradian import optim
@@ -133,6 +135,24 @@ def test_letters_that_change_between_steps_need_another_state(before: str) -> No
                 train(optimizer, 1)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "missing"), [("spread", "norm_sq"), ("direction", "exp_avg_sq"), ("rest", "exp_avg")]
+)
+def test_settings_of_angular_that_need_another_state(setting: str, missing: str, fused: bool) -> None:
+    """The fused step in the interpreter, or on a GPU where there is one."""
+    device = "cuda" if fused and torch.cuda.is_available() else "cpu"
+    made = [{**group, "params": [nn.Parameter(p.detach().to(device)) for p in group["params"]]} for group in groups()]
+    optimizer = optim.Angular(made, fused=fused)
+    train(optimizer, 2)
+    before = [p.detach().clone() for p in parameters(optimizer)]
+    for group in optimizer.param_groups:
+        group[setting] = {"spread": "rms", "direction": "adam", "rest": "adamw"}[setting]
+    with pytest.raises(ValueError, match=f"must have .*'{missing}', .* by another optimizer or under other settings"):
+        train(optimizer, 1)
+    assert all(torch.equal(p, old) for p, old in zip(parameters(optimizer), before, strict=True))
+
+
 def test_the_fused_step_does_not_take_second_moments_of_weights_for_those_of_rows() -> None:
     """In the interpreter, or on a GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,6 +183,47 @@ def test_a_hook_may_put_another_state_in_its_place(name: str) -> None:
     assert_same(one, twin)
 
 
+def test_a_hook_after_loading_has_the_last_word(make: Make) -> None:
+    """It finds what a step goes on from, and what it changes stays."""
+    one, other = make(groups(torch.bfloat16)), make(groups(torch.bfloat16))
+    train(one)
+    found = {}
+
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        found.update({p: dict(state) for p, state in optimizer.state.items()})
+        for p in optimizer.state:
+            optimizer.state[p] = {name: torch.full_like(value, 7) for name, value in optimizer.state[p].items()}
+        optimizer.param_groups[0]["lr"] = 0.125
+
+    other.register_load_state_dict_post_hook(change)
+    other.load_state_dict(one.state_dict())
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        for name, value in one.state[p].items():
+            torch.testing.assert_close(found[q][name], value, rtol=0, atol=0)
+            assert (other.state[q][name] == 7).all(), name
+    assert other.param_groups[0]["lr"] == 0.125
+
+
+def test_entries_of_others_are_kept(make: Make) -> None:
+    one, other, twin = (make(groups() + groups(seed=1)) for _ in range(3))
+    train(one)
+    train(twin)
+    for k, p in enumerate(parameters(one)):
+        one.state[p] |= {"note": "x", "seen": torch.arange(7), **({"own": torch.ones_like(p)} if k % 2 else {})}
+    other.load_state_dict(one.state_dict())
+    for k, (p, q) in enumerate(zip(parameters(one), parameters(other), strict=True)):
+        q.data.copy_(p)
+        assert other.state[q]["note"] == "x"
+        assert other.state[q]["seen"].tolist() == list(range(7))
+        assert ("own" in other.state[q]) == bool(k % 2)
+    train(other, 2, start=3)
+    train(twin, 2, start=3)
+    for q in parameters(other):
+        for name in ("note", "seen", "own"):
+            other.state[q].pop(name, None)
+    assert_same(other, twin)
+
+
 def test_rows_of_one_number_keep_their_state_in_float32() -> None:
     """A vector cut into filters has one number per row in the very shape of the vector."""
     made = [
@@ -183,6 +244,38 @@ def test_a_parameter_that_took_no_step_has_none_to_load(make: Make) -> None:
     other.load_state_dict(one.state_dict())
     assert not other.state.get(parameters(other)[0])
     train(other)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(optim.AdaGradG, v0=0.5),
+        lambda made: optim.AdaGradG.from_sgd(made, lr=RATE, weight_decay=0.25),
+        partial(optim.Angular, momentum=0.0),
+        partial(optim.SGD, lr=RATE, weight_decay=0.25, corrected_decay=True),
+    ],
+    ids=["AdaGradG", "from_sgd", "Angular", "SGD"],
+)
+def test_torchs_checkpoint_restores_optimizers_that_keep_nothing_of_the_rest(make: Make, flat: bool) -> None:
+    options, models, optimizers = StateDictOptions(flatten_optimizer_state_dict=flat), [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3, bias=False), nn.Linear(3, 2))
+        rows, rest = list(model[1].parameters()), [*model[0].parameters(), *model[2].parameters()]
+        models.append(model)
+        optimizers.append(make([{"params": rest[:2]}, {"params": rows, "rows": "filter"}, {"params": rest[2:]}]))
+    one, other = optimizers
+    train(one)
+    models[1].load_state_dict(models[0].state_dict())
+    set_optimizer_state_dict(
+        models[1], other, get_optimizer_state_dict(models[0], one, options=options), options=options
+    )
+    models[1].load_state_dict(models[0].state_dict())
+    assert_same(one, other)
+    train(one, 2, start=3)
+    train(other, 2, start=3)
+    assert_same(one, other)
 
 
 def test_a_state_is_loaded_in_the_memory_format_of_its_parameter(make: Make) -> None:
@@ -236,6 +329,21 @@ def test_the_state_of_another_of_our_optimizers_is_refused(one: str, other: str)
     with pytest.raises(ValueError, match="made by another optimizer"):
         target.load_state_dict(made.state_dict())
     train(target)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamP, optim.Angular, optim.Adam])
+def test_a_checkpoint_makes_no_rows_of_parameters_that_have_none(kind: Any) -> None:
+    """Param groups in another order, or an optimizer that was made without them."""
+    (rows, other), rest = groups()[0]["params"], groups()[-1]
+    old = kind([{"params": [rows], "rows": "filter"}, {"params": [other]}])
+    train(old)
+    for new in (kind([{"params": [other]}, {"params": [rows], "rows": "filter"}]), kind([{"params": [rows]}, rest])):
+        kept = [group.get("rows") for group in new.param_groups]
+        state = old.state_dict()
+        state["param_groups"][1]["params"] = list(range(1, 1 + len(new.param_groups[1]["params"])))
+        with pytest.raises(ValueError, match="rows of param group 0 must be None as in this optimizer, got 'filter'"):
+            new.load_state_dict(state)
+        assert [group.get("rows") for group in new.param_groups] == kept
 
 
 def test_settings_that_a_checkpoint_replaces_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,12 +97,8 @@ def _print_error(error: Exception) -> int:
     if not isinstance(error, _EXPECTED) or not (ours or isinstance(error, OSError | ImportError)):
         from steradian.lab.registry import is_foreign
 
-        users = [
-            f"{f.filename}:{f.lineno}"
-            for f in frames
-            if Path(f.filename).is_file() and not is_foreign(Path(f.filename))
-        ]
-        at = f" ({users[-1]})" if users else ""
+        users = [f for f in frames if Path(f.filename).is_file() and not is_foreign(Path(f.filename))]
+        at = f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
         _print(f"{type(error).__name__}: {error}{at}; STERADIAN_TRACEBACK=1 shows where")
         return 1
     # A KeyError quotes its message, and torch adds its C++ frames.

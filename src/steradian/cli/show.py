@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GRID = "best of the grid, by validation accuracy"
 BITS = "Bits per byte of the validation text, mean ± half of the 95 % interval"
+_KINDS = "loss, accuracy, means, tuning, hypotheses, layers, phenomena or trajectories."
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -59,9 +60,7 @@ def table(
 @app.command()
 def figure(
     study: Annotated[str, typer.Argument(help="Name of a study in results/.")],
-    kind: Annotated[
-        str, typer.Argument(help="loss, accuracy, means, tuning, hypotheses, layers, phenomena or trajectories.")
-    ],
+    kind: Annotated[str, typer.Argument(help=_KINDS)],
     out: Annotated[Path, typer.Option("--out", "-o", help="An .svg or an .html.")],
     folder: Folder = Path("results"),
 ) -> None:

@@ -275,18 +275,15 @@ def language(
     sizes = {name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
     shape, say = Shape(post_norms=post_norms, **sizes), partial(screen().print, soft_wrap=True)
     work = partial(language_study, shape, root, made, methods=methods, rates=lr or RATES, seeds=seeds, say=say, **given)
-    also = f"; recorded runs: {made.work}"
-    _run(work, partial(_show_rows, made, BITS, bits_rows, also))
+    _run(work, partial(_show_rows, made, BITS, bits_rows, also=f"; recorded runs: {made.work}"))
 
 
 def _settings(given: Sequence[str] | None, also: Sequence[str] = ()) -> dict[str, Any]:
     """NAME=VALUE of fields of `Config`, with values as JSON or, if they are not, as they are."""
     from steradian.lab.config import Config, match_names
 
-    found, chosen = (
-        dict[str, Any](),
-        {"model", "data", "method", "lr", "weight_decay", "seed", "start", "plugin", *also},
-    )
+    found: dict[str, Any] = {}
+    chosen = {"model", "data", "method", "lr", "weight_decay", "seed", "start", "plugin", *also}
     known = [*also, *(name for name in Config.__dataclass_fields__ if name not in chosen)]
     for text in given or ():
         name, _, value = text.partition("=")

@@ -68,11 +68,10 @@ class AtAngle(Optimizer):
     update = staticmethod(_turned)
 
     def __init__(self, inner: Optimizer, rows: Sequence[Mapping[str, Any]], angles: Tensor) -> None:
-        sets = [
-            (Layout(group["rows"]), params)
-            for group in rows
-            for params in ([list(group["params"])] if group.get("joint") else [[p] for p in group["params"]])
-        ]
+        sets: list[tuple[Layout, list[Tensor]]] = []
+        for group in rows:
+            layers = [list(group["params"])] if group.get("joint") else [[p] for p in group["params"]]
+            sets += [(Layout(group["rows"]), layer) for layer in layers]
         device = sets[0][1][0].device
         if angles.ndim != 2 or angles.shape[1] != len(sets) or not len(angles):
             raise ValueError(f"angles must have the shape (steps, {len(sets)}), got {tuple(angles.shape)}")
@@ -134,15 +133,12 @@ def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[
     return [_optimizer(filters, rows, config, config.lr, config.weight_decay), _rest(others, rest, config)]
 
 
-CROSSED = {
-    f"{filters}, rest {others}": (filters, others)
-    for filters, others in product(("SGD-M", "Adam w/o (ab)"), ("SGD-M", "Adam"))
-}
+_VARIANT = "Adam w/o (ab)"
+CROSSED = {"{}, rest {}".format(*pair): pair for pair in product(("SGD-M", _VARIANT), ("SGD-M", "Adam"))}
 """By name: what steps the filters, and what the rest."""
 for _name, _pair in CROSSED.items():
     register_method(_name, partial(_crossed, *_pair))
 
-_VARIANT = "Adam w/o (ab)"
 _CONTROL = f"{_VARIANT}, last layer SGD-M"  # where a few dying filters of the record turn far
 _curves: dict[tuple[str, str], dict[str, NDArray[np.float64]]] = {}
 """By column, method and layer, the angle that the method had in each step."""
@@ -162,10 +158,8 @@ def _matched(name: str, angles_of: str, groups: Groups, config: Config) -> list[
     return [turned, _rest("SGD-M", rest, config)]
 
 
-MATCHED = {
-    f"{name} at SGD-M's angle": (name, "SGD-M")
-    for name in ("SGD-M", "Adam", "Adam w/o (a)", _VARIANT, "Adam w/o (abc)", "Muon")
-}
+_DIRECTIONS = ("SGD-M", "Adam", "Adam w/o (a)", _VARIANT, "Adam w/o (abc)", "Muon")
+MATCHED = {f"{name} at SGD-M's angle": (name, "SGD-M") for name in _DIRECTIONS}
 MATCHED |= {f"SGD-M at {_VARIANT}'s angle": ("SGD-M", _VARIANT), f"{_VARIANT} at its own angle": (_VARIANT, _VARIANT)}
 MATCHED |= {f"SGD-M at {_VARIANT}'s angle but for the last layer": ("SGD-M", _CONTROL)}
 """By name: whose direction and whose angle."""

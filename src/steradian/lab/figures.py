@@ -148,12 +148,8 @@ def _tuning(results: Iterable[Result]) -> Figure:
         x = sorted(found[method])
         means = [float(np.mean(found[method][angle])) for angle in x]
         lines.append(Line(method, x, means, colour=method_colour(method)))
-    titles = (
-        "The same nominal angles for every method",
-        "angle in equilibrium (mrad per step)",
-        "validation accuracy (%)",
-    )
-    return Figure([Chart(*titles, lines)] if lines else [])
+    axes = "angle in equilibrium (mrad per step)", "validation accuracy (%)"
+    return Figure([Chart("The same nominal angles for every method", *axes, lines)] if lines else [])
 
 
 FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {

@@ -49,10 +49,7 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 
 
 class Progress:
-    """Epoch, loss, accuracy and time left of the trainings in flight.
-
-    A terminal shows bars. Other output has a line for each finished training, and one every half a minute about others.
-    """
+    """Epoch, loss, accuracy and time left of the trainings in flight: bars on a terminal, lines in other output."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock, self._last = console or Console(quiet=True), clock, clock()

@@ -236,8 +236,7 @@ def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:
     for k, (before, out, stride) in enumerate([(1, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)], 1):
         convolution = nn.Conv2d(before, out, 3, stride, padding=1, bias=False)
         blocks[f"block{k}"] = _sequential(conv=convolution, bn=nn.BatchNorm2d(out), relu=nn.ReLU())
-    head = nn.Linear(2 * width, classes)
-    return _sequential(**blocks, pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), head=head)
+    return _sequential(**blocks, pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), head=nn.Linear(2 * width, classes))
 
 
 def _sequential(**layers: nn.Module) -> nn.Sequential:

@@ -1,8 +1,4 @@
-"""What the paper reports, read from paper.toml: its accuracies and its best hyper-parameters.
-
-Names of methods and networks are the paper's. The figures of SGD-M are those of the authors' read-me to their code, and
-`RELEASED` are the hyper-parameters that come with it (docs/decisions/0011-which-hyper-parameters.md).
-"""
+"""What the paper reports, read from paper.toml: its accuracies and its best hyper-parameters."""
 
 import tomllib
 from importlib.resources import files
@@ -63,7 +59,7 @@ def _settings(table: dict[str, list[list[float]]]) -> dict[str, dict[tuple[str, 
 
 
 SETTINGS = {name: _settings(table) for name, table in _PAPER["settings"].items()}
-"""Where hyper-parameters are taken from, by name: "printed" or "released"."""
+"""Hyper-parameters by their source, "printed" or "released" (docs/decisions/0011-which-hyper-parameters.md)."""
 BEST = SETTINGS["printed"]
 """tab:results-transposed: λ and β2 by method and column."""
 RELEASED = SETTINGS["released"]

@@ -101,9 +101,7 @@ class Result:
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
-        curves = {
-            name: [math.nan if v is None else float(v) for v in curve] for name, curve in values["curves"].items()
-        }
+        curves = {name: [math.nan if v is None else float(v) for v in of] for name, of in values["curves"].items()}
         more = {name: values[name] for name in ("diverged", "collapsed", "seconds", "environment") if name in values}
         return cls(config, curves, **more)
 

@@ -1,8 +1,4 @@
-"""Tables from stored results: accuracies beside the paper's, the best points of grids, and intervals of differences.
-
-Two accuracies differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference is called
-within the noise; nothing is said about a single seed.
-"""
+"""Tables from stored results: accuracies beside the paper's, the best points of grids, and intervals of differences."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

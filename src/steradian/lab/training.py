@@ -400,13 +400,12 @@ class Training:
 
     def _changing(self, device: str | None = None) -> dict[str, Any]:
         """Copies of what steps change, except counters."""
-        states = [copied(optimizer.state_dict()["state"], device=device) for optimizer in self.optimizers]
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
         settings = [
             [_changed(group, first) for group, first in zip(optimizer.param_groups, groups, strict=True)]
             for optimizer, groups in zip(self.optimizers, self._settings, strict=True)
         ]
-        changing = {"model": self.model.state_dict(), "settings": settings}
-        return {**copied(changing, device=device), "optimizers": states}
+        return copied({"model": self.model.state_dict(), "settings": settings, "optimizers": states}, device=device)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         _fill(self.model, state["model"])

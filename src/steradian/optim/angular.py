@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._compile import _disable_dynamo as untraced
 
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Params, RowOptimizer, settings
@@ -92,8 +93,7 @@ class Angular(RowOptimizer, emits=True):
     def _check(self, group: Options) -> None:
         super()._check(group)
         momentum, direction = group["momentum"], group["direction"]
-        if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
-            _check_angle(group)
+        _check_angles([group])
         check(momentum < 1, "momentum", momentum, "a number in [0, 1)")
         fine = not group["fused"] or direction != "adam"
         check(fine, "fused", group["fused"], f"None or False for the direction {direction!r}")
@@ -101,9 +101,7 @@ class Angular(RowOptimizer, emits=True):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take one step, as `RowOptimizer.step`; a ValueError if a scheduler has made an angle of more than 0.5."""
-        for group in self.param_groups:
-            if not isinstance(group["lr"], Tensor):
-                _check_angle(group)
+        _check_angles(self.param_groups)
         return super().step(closure)
 
     def _is_fused(self, group: Options) -> bool:
@@ -127,6 +125,8 @@ class Angular(RowOptimizer, emits=True):
             torch_updates.adam(params, states, settings)
 
 
-def _check_angle(group: Options) -> None:
-    fine = group.get("rows") is None or float(group["lr"]) <= 0.5
-    check(fine, "lr", group["lr"], "an angle of at most 0.5 radians on rows")
+@untraced
+def _check_angles(groups: list[Options]) -> None:
+    for lr in (group["lr"] for group in groups if group.get("rows") is not None):
+        known = not isinstance(lr, Tensor) or lr.device.type == "cpu"  # that of an accelerator is not read
+        check(not known or float(lr) <= 0.5, "lr", lr, "an angle of at most 0.5 radians on rows")

@@ -1,5 +1,6 @@
 """RowOptimizer: what every optimizer of the package has in common, from a gradient to a new weight."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar
@@ -212,11 +213,13 @@ class RowOptimizer(Optimizer, ABC):
         for members in _sets(params, group):
             newcomers = [param for param in members if not self.state.get(param)]
             states = [self._state_of(param, group, classic=classic) for param in members]
+            whole = group["params"] if group.get("joint") else members
             absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
             make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
             rows = make(layout, members, states, absent, fresh=len(newcomers) == len(members))
+            rows.dtype = arithmetic(whole)
             if self.telemetry is not None:
-                rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else members[0]]
+                rows.telemetry = self.telemetry[whole[0]]
             sets.append(rows)
         return sets
 
@@ -235,9 +238,10 @@ class RowOptimizer(Optimizer, ABC):
             state |= self._new_state(param, group)
             if state or group.get("momentum"):  # as torch, which makes SGD's momentum in the first step
                 self.state[param] = state
+        else:
+            self._check_has(set(self._entries(group)), state)
         for name in self.row_state.intersection(state) if classic else ():
-            if state[name].shape != param.shape:
-                check_shape(name, state[name], param.shape)
+            check_shape(name, state[name], param.shape)
         return state
 
     def _new_state(self, param: Tensor, group: Options) -> State:
@@ -297,8 +301,9 @@ class RowOptimizer(Optimizer, ABC):
         self._fused_step = None
         if isinstance(param_group, dict):  # if not, torch says so
             # A copy: one list of param groups may be given to several optimizers, each with its own settings.
-            rest = "rest_lr" in self.defaults and param_group.get("rows") is None
-            param_group = {**({"lr": self.defaults["rest_lr"]} if rest else {}), **param_group}
+            param_group = dict(param_group)
+            if "rest_lr" in self.defaults and param_group.get("rows") is None:
+                param_group.setdefault("lr", param_group.get("rest_lr", self.defaults["rest_lr"]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -312,32 +317,44 @@ class RowOptimizer(Optimizer, ABC):
             raise
         self._cover_rows()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, but with a state of every parameter or of none, as `torch.distributed.checkpoint` needs it."""
+        packed = super().state_dict()
+        if packed["state"]:
+            packed["state"] = {key: {} for group in packed["param_groups"] for key in group["params"]} | packed["state"]
+        return packed
+
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
         Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are. A state that
         was made by another optimizer, for other parameters or under other settings raises a ValueError and changes
-        nothing.
+        nothing. Entries that are not ours are kept.
         """
         self._fused_step = None
         state, groups = self.state, self.param_groups
-        loaded = [state_dict]
-        # After the user's own hooks, which may replace the state.
-        handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
-        try:
-            super().load_state_dict(state_dict)
+        loaded: list[dict[str, Any]] = []
+
+        def take(_: Optimizer) -> None:
             for number, saved in enumerate(loaded[-1]["param_groups"]):
                 group = self.param_groups[number]
                 self._take_settings(number, saved, groups[number])
                 for key, param in zip(saved["params"], group["params"], strict=True):
                     if param in self.state:
                         self._take_state(param, group, loaded[-1]["state"][key])
+
+        # The user's own hooks may replace the state, and change what was loaded.
+        before = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
+        after = self.register_load_state_dict_post_hook(take, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
         except Exception:
             self.state, self.param_groups = state, groups
             raise
         finally:
-            handle.remove()
+            before.remove()
+            after.remove()
 
     def _take_settings(self, number: int, saved: Options, old: Options) -> None:
         """Complete a param group that torch loaded with the settings that only the one before it had."""
@@ -348,9 +365,12 @@ class RowOptimizer(Optimizer, ABC):
         self._check(group)
         check_rows(group)
         for name in ("rows", "joint", "without"):
-            if name in old and group[name] != old[name]:
+            here, now = old.get(name), group.get(name)
+            if name == "rows" and (here is None) != (now is None):
+                raise ValueError(f"rows of param group {number} must be {here!r} as in this optimizer, got {now!r}")
+            if (here or None) != (now or None):
                 says = "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r"
-                logger.warning(says, number, name, group[name], old[name])
+                logger.warning(says, number, name, now, here)
 
     def _take_state(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
         """Copy a saved state into a new one, which has the right dtypes, devices and memory formats."""
@@ -361,6 +381,9 @@ class RowOptimizer(Optimizer, ABC):
         state = self._new_state(param, group)
         self._check_has(state.keys(), saved)
         for name, value in saved.items():
+            if name not in state and name not in ("step", "momentum_buffer"):  # not ours
+                state[name] = copy.deepcopy(self.state[param][name] if isinstance(value, Tensor) else value)
+                continue
             if name == "step":
                 # Before torch 1.12 it was a plain number.
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")

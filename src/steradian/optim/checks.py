@@ -56,15 +56,17 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_settings(group: Options, names: Container[str]) -> None:
     """The settings of an optimizer in a param group; letters are put in order, and the first rate is kept."""
-    check_rate(group)
     for name, (fine, expected) in _SETTINGS.items():
         check(name not in names or fine(group[name]), name, group.get(name), expected)
+    check_rate(group)
     for name in ("amsgrad", "differentiable"):  # in a param group for torch's optimizers, or in a state of theirs
         check(not group.get(name), name, group.get(name), "False: there is no such step here")
     if "without" in names:
         group["without"] = "".join(sorted(group["without"]))
     if group.get("corrected_decay") and group.get("rows") is not None:
-        group.setdefault("initial_lr", float(group["lr"]))  # as torch's schedulers do
+        first = group.setdefault("first_lr", float(group["lr"]))
+        known = first > 0 or "max_lr" in group or "initial_lr" in group
+        check(known, "lr", group["lr"], "> 0 with corrected_decay, or give the group max_lr, its largest rate")
 
 
 def check_rate(group: Options) -> None:

@@ -46,10 +46,10 @@ def rate_of(group: Options) -> float | Tensor:
 
 
 def peak_rate(group: Options) -> float | None:
-    """η_max of a group whose rows have a corrected decay: its "max_lr", or else "initial_lr"; None for other groups."""
+    """η_max of a group with a corrected decay: "max_lr", or else "initial_lr", or its first rate; None for others."""
     if not group.get("corrected_decay") or group.get("rows") is None or not group["weight_decay"]:
         return None
-    return float(group["max_lr"] if "max_lr" in group else group["initial_lr"]) or None
+    return float(group.get("max_lr", group.get("initial_lr", group.get("first_lr")))) or None
 
 
 def decay_of(group: Options) -> float | Tensor:
@@ -282,14 +282,7 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
     """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    times: Counter[int] = Counter()
-    kinds: list[object | None] = []
-    for rows in sets:
-        kind, address = _kind(rows), rows.params[0].data_ptr()
-        # Parameters that share their memory are stepped one after the other.
-        times[address] += 1
-        kinds.append(None if kind is None else (kind, times[address]))
-    return _stacked(sets, kinds, at_once=_PIECE)
+    return _stacked(sets, list(map(_kind, sets)), at_once=_PIECE)
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
@@ -310,8 +303,9 @@ def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
     kinds: list[object | None] = []
     for rows in sets:
-        param, fits = rows.params[0], _can_stack(rows, rows._tensors("momentum_buffer"))
-        kinds.append((param.shape, param.dtype, param.device, tuple(rows._cuts[0].inner)) if fits else None)
+        param = rows.params[0]
+        kind = (param.shape, param.dtype, param.device, tuple(rows._cuts[0].inner), *rows.states[0])
+        kinds.append(kind if _can_stack(rows, rows._tensors("momentum_buffer")) else None)
     return _stacked(sets, kinds)
 
 
@@ -330,7 +324,14 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
 
 def _stacked(sets: list[RowSet], kinds: Sequence[object | None], at_once: int = _MATRICES) -> Iterable[RowSet]:
     """Row sets of one kind as one; those without a kind stay alone."""
-    known = [place if kind is None else kind for place, kind in enumerate(kinds)]
+    times: Counter[int] = Counter()
+    known: list[object] = list(range(len(sets)))
+    for place, kind in enumerate(kinds):
+        if kind is not None:
+            address = sets[place].params[0].data_ptr()
+            # Parameters that share their memory are stepped one after the other.
+            times[address] += 1
+            known[place] = kind, times[address]
     return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known, at_once))
 
 
@@ -349,7 +350,8 @@ class _Stack(RowSet):
 
     def __init__(self, sets: list[RowSet]) -> None:
         first, owners = sets[0], [rows.params[0] for rows in sets]
-        entries = {name: value for name, value in first.states[0].items() if name != "step"}
+        shapes = owners[0].shape, (first.n,)  # step counts, and what is not ours, have others
+        entries = {name: value for name, value in first.states[0].items() if getattr(value, "shape", None) in shapes}
         shaped = ["param", "grad", *(name for name, value in entries.items() if value.shape == owners[0].shape)]
         parts = {name: [rows._cuts[0].rows(rows._tensors(name)[0], rows.whole) for rows in sets] for name in shaped}
         parts |= {name: [rows.states[0][name] for rows in sets] for name in entries.keys() - parts.keys()}

@@ -52,8 +52,7 @@ class LiveServer(ThreadingHTTPServer):
     def page(self) -> str:
         """The page in the present state of the runs."""
         with self._lock:
-            state = self.state()
-            if state != self._made[0]:
+            if (state := self.state()) != self._made[0]:
                 try:
                     text = document(load(self._recorded()), self._title, live=state)
                 except ValueError as error:  # no run has a record yet

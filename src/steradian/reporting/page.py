@@ -1,7 +1,7 @@
 """One self-contained HTML page from one or several recorded runs."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, Template
@@ -58,31 +58,24 @@ def document(runs: Sequence[PageRun], title: str | None = None, *, live: str = "
     return _template().render(
         title=title or listed([run.name for run in runs], _NAMED),
         live=live,
-        style=asset("page.css"),
-        script="\n".join(map(asset, SCRIPTS)),
         runs=runs,
-        quantities=QUANTITIES,
         figure_of=figure_of,
         alerts=alerts(runs),
         cards=entries,
         common=common,
         groups=groups(runs),
         sections=shown,
-        all_hold=partial(all_hold, runs=runs),
-        bounds=partial(bounds, runs=runs),
-        notes=partial(notes, runs=runs),
         missing=left_out(runs, shown),
         data=compressed(data.encode()),
         numbers=numbers,
-        plotly=_plotly(),
     )
 
 
 @cache
 def _template() -> Template:
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(asset("page.html"))
-
-
-@cache
-def _plotly() -> str:
-    return compressed(get_plotlyjs().encode())
+    """The template, with what every page has."""
+    common = {"quantities": QUANTITIES, "all_hold": all_hold, "bounds": bounds, "notes": notes}
+    common |= {"style": asset("page.css"), "script": "\n".join(map(asset, SCRIPTS))}
+    common |= {"plotly": compressed(get_plotlyjs().encode())}
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(asset("page.html"), common)

@@ -118,7 +118,8 @@ def settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Settings that are off everywhere are left out. A rate is the one before the schedule.
     """
     result = {}
-    groups = [{**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None} for group in groups]
+    hidden = dict.fromkeys(("initial_lr", "first_lr"))
+    groups = [{**group, "lr": group.get("initial_lr", group.get("lr")), **hidden} for group in groups]
     for key in dict.fromkeys(key for group in groups for key in group):
         values = [group[key] for group in groups if key in group]
         off = all(value is None or value is False for value in values)

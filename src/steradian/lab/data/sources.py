@@ -133,11 +133,10 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
         found = replace(found, name=name)  # the name decides how it is augmented
     elif any((root / file).is_file() for file in CHECKSUMS.get(name, ())):
         found = _read_archive(name, root)
+    elif files := " and ".join(CHECKSUMS.get(name, ())):
+        mend = "put the data there, or give its folder as root"
+        raise ValueError(f"{root} has neither meta.json nor {files}: {mend}")
     else:
-        if files := " and ".join(CHECKSUMS.get(name, ())):
-            raise ValueError(
-                f"{root} has neither meta.json nor {files}: put the data there, or give its folder as root"
-            )
         known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
         raise ValueError(f"{known}: {root} has no meta.json")
     classes, size = _SHAPES.get(name, (len(found.classes), found.train.size))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
-_DECIDING = ("rows", "joint", "without", "fused", "direction", "spread", "nesterov")  # which rows are fused
+_DECIDING = ("rows", "joint", "without", "fused", "direction", "spread", "nesterov", "rest")  # which rows are fused
 
 
 def available(params: Sequence[Tensor]) -> bool:
@@ -150,5 +150,5 @@ def _made_from(optimizer: "RowOptimizer") -> list[object]:
     """The objects that a step is made from: param groups, their parameters and deciding settings, and states."""
     found: list[object] = [*optimizer.param_groups, *optimizer.state.values()]
     for group in optimizer.param_groups:
-        found += [*group["params"], *map(group.get, _DECIDING)]
+        found += [*group["params"], optimizer._updates_rows(group), *map(group.get, _DECIDING)]
     return found
