@@ -45,7 +45,8 @@ class Taken:
                 f"the parameter of shape {tuple(self.param.shape)} has no {key!r} in the optimizer's state: "
                 "no step was taken yet, or the parameter had no gradient; call read_step after optimizer.step()"
             )
-        return as_float(value.detach(), key)
+        value = value.detach()
+        return value if value.dtype in (torch.float32, torch.float64) else as_float(value, key)
 
     def setting(self, key: str) -> float | Tensor:
         """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
