@@ -555,7 +555,7 @@ def test_the_end_of_a_run_has_no_step_of_its_first_half():
 
     assert "c.weight" in only(observed(30, 40, 50), "slow").text
     [sentence, *_] = observed(40, 50)
-    few = "The second half of the run has only 2 of the 22 observed steps: too few to judge the layers. With every=5 there"
+    few = "The second half of the run has only 2 of the 22 observed steps: too few to judge the layers. With every=5"
     assert sentence.text.startswith(few)
 
 
