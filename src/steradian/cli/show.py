@@ -169,8 +169,11 @@ def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
         raise ValueError(f"an optimizer must be written like AdamW(lr=1e-3), got {text!r}") from error
     for place in [importlib.import_module(module)] if module else [optim, torch.optim]:
         if hasattr(place, name):
-            match_names(name, list(settings), inspect.signature(getattr(place, name)).parameters)
-            return getattr(place, name), settings
+            kind = getattr(place, name)
+            known = inspect.signature(kind).parameters
+            if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+                match_names(f"settings of {name}", list(settings), known)
+            return kind, settings
     raise ValueError(f"there is no optimizer {name!r} in {module or 'steradian.optim or torch.optim'}")
 
 

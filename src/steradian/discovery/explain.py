@@ -107,7 +107,7 @@ def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
 def _idle_parts(measured: Measurements) -> list[str]:
     """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
     idle: dict[str, str] = {}  # which part of each name
-    for name in [name for name in measured.prober.trainable if name not in measured.prober.captured]:
+    for name in measured.prober.probed:
         shape = measured.shapes[name]
         if len(shape) == 3 and shape[0] > 1:
             passes = [*measured.random, *measured.grown]

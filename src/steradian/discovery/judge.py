@@ -62,7 +62,7 @@ def judge(measured: Measurements) -> Verdict:
 
 def _without_effect(measured: Measurements) -> dict[str, str]:
     found, grown = {}, measured.suspects_grown
-    for name in [name for name in measured.prober.trainable if name not in measured.prober.captured]:
+    for name in measured.prober.probed:
         share = measured.local_share(name)
         text = f"effect {share:.1e} of the largest around it"
         if not any(reading.slope[name] for reading in (measured.own, *measured.random)):

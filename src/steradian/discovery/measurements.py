@@ -186,7 +186,8 @@ class Measurements:
 
     def names_with_effect(self) -> list[str]:
         """Real trainable parameters that the probes can change, with an effect that is not rounding."""
-        return [n for n in self._real if n not in self.prober.captured and self.local_share(n) > self.own.noise]
+        probed = set(self.prober.probed)
+        return [name for name in self._real if name in probed and self.local_share(name) > self.own.noise]
 
     def local_share(self, name: str) -> float:
         """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""

@@ -251,6 +251,11 @@ class Prober:
         self._made: dict[torch.dtype | None, Leaves] = {}
         self.use(torch.float64)
 
+    @property
+    def probed(self) -> list[str]:
+        """Trainable parameters that a probe can change wherever forward uses them."""
+        return [name for name in self.trainable if name not in self.captured]
+
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic, and with it what counts as zero."""
         parameters = [p for p in self.parameters.values() if floating(p)]
@@ -350,7 +355,8 @@ class Prober:
             losses.append(torch.vdot(cotangent.flatten(), t.flatten()).real)
         nodes, wanted = graph_nodes(outputs), {name: leaves[name] for name in self.trainable}
         originals = {id(p): name for name, p in self.parameters.items()}
-        self.captured |= {originals.get(id(getattr(node, "variable", None)), "") for node in nodes} - {""}
+        used = [id(getattr(node, "variable", None)) for node in nodes]
+        self.captured.update(originals[place] for place in used if place in originals)
         # Each gradient is taken as soon as it is complete. A function written in Python may run backward inside: then
         # a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted

@@ -14,7 +14,7 @@ _INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _EARLY = 1000  # steps before which the interval may be 10; later it is at least 50: 300 of the first 10,000 steps
 _WARM_UP = 3  # observed steps whose cost is not counted: kernels are compiled and memory is allocated
 _SAMPLED = 8  # with a given interval, one of so many observations is measured on the device: it costs host time
-_CHEAP = 0.5  # seconds, times `share`: on a CPU an observation of 10 ms may be made at every tenth of the first steps
+_CHEAP = 0.5  # times `share`: seconds that an observation may take on a CPU at every tenth of the first steps, 10 ms
 _MARGIN = 2.0  # threads of one process disturb each other, which is not measured: about as much again
 
 
